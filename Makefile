@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# make demo | test | check | gpu-evidence | bench | clean
+#
+# Everything runs in .venv, which is made on first use. CONSTRAINTS= installs without the pinned versions;
+# PY=/path/to/python uses an environment that has what is needed, and makes none.
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+
+ifdef PY
+READY :=
+else
+PY := .venv/bin/python
+READY := .venv/.stamp
+endif
+
+.PHONY: venv check test demo gpu-evidence bench clean
+
+venv: $(READY)
+
+.venv/.stamp: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
+	touch $@
+
+check: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) tools/check_text.py
+
+test: $(READY)
+	$(PY) -m pytest -q -rs
+
+demo: $(READY)
+	$(PY) -m flashkda.demo
+
+gpu-evidence: $(READY)
+	$(PY) -m tests.gpu.evidence
+
+bench: $(READY)
+	$(PY) -m benchmarks.verify
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

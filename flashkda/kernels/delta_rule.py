@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta rule of one token, for the value rows of one thread:
+
+S <- S * decay;  u = beta * (v - S k^);  S <- S + u k^T;  o = S_decayed q^ + u (k^.q^)
+
+A row's 128 keys lie on ``key_lanes`` neighbouring lanes. Whatever that number is, the dot products have one order:
+sixteen chains of eight fma, key 4l + 32j + c of chain (l, j // 2) at place (j % 2, c); the two chains of an l are added
+first, then the l's by a butterfly over 4, 2, 1. With 8 lanes a thread holds both chains, with 16 it holds one.
+
+A thread with R rows has 2R sums (S k^ and S q^ of each). They are reduced by halving: at each step a lane keeps one
+half and gets its partner's part of it, so that one lane ends with one sum. Addition commutes, so the bits are those of
+the full butterfly.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from .memory import load, to_float
+from .numerics import add, fma, mul, select, sub
+from .traits import HEAD_DIM, Traits
+
+_CHAIN = 8
+
+
+class DeltaRule:
+    """The rule for one tile. ``state`` fragments are fp32 [rows_per_thread * keys_per_thread], row-major."""
+
+    def __init__(self, traits: Traits):
+        self.rows = traits.rows_per_thread
+        self.lanes = traits.key_lanes
+        self.keys = traits.keys_per_thread
+        self.chunks = self.keys // 4
+        self.row_shift = self.lanes.bit_length() - self.rows.bit_length()
+
+    def key_offset(self, key_lane, chunk):
+        """First of the four adjacent keys of this lane's ``chunk``."""
+        if self.lanes == 8:
+            return key_lane * 4 + 32 * chunk
+        return (key_lane & 7) * 4 + (key_lane >> 3) * 64 + 32 * chunk
+
+    def own_row(self, key_lane):
+        """Which of the thread's rows this lane finishes."""
+        return key_lane >> self.row_shift
+
+    def finishes_output(self, key_lane):
+        """True on the lanes that end with S q^ of their row, and so with o; the others end with S k^, and so with u."""
+        return (key_lane & (1 << (self.row_shift - 1))) != 0
+
+    def load_keys(self, shared, token, key_lane):
+        """This lane's keys of a [capacity, 128] fp32 array in shared memory, as a list of scalars."""
+        values = []
+        for chunk in range(self.chunks):
+            values += load(shared + (token * HEAD_DIM + self.key_offset(key_lane, chunk)), 4, 4)
+        return values
+
+    def load_state(self, state, source, key_lane, vector):
+        """Fills the fragment from ``source``: pointer to the thread's first row, rows 128 elements apart."""
+        for row in range(self.rows):
+            for chunk in range(self.chunks):
+                values = load(source + (row * HEAD_DIM + self.key_offset(key_lane, chunk)), 4, vector)
+                for i, value in enumerate(to_float(values)):
+                    state[row * self.keys + chunk * 4 + i] = value
+
+    def decay_and_project(self, state, key, query, decay):
+        """Decays the state in place; returns the thread's 2R partial sums [S k^, S q^] row by row."""
+        sums = []
+        for row in range(self.rows):
+            base = row * self.keys
+            chains = []
+            for first in range(0, self.keys, _CHAIN):
+                for i in range(first, first + _CHAIN):
+                    s = mul(state[base + i], decay[i])
+                    state[base + i] = s
+                    if i == first:
+                        on_key, on_query = mul(s, key[i]), mul(s, query[i])
+                    else:
+                        on_key, on_query = fma(s, key[i], on_key), fma(s, query[i], on_query)
+                chains.append((on_key, on_query))
+            if len(chains) == 2:
+                chains = [(add(chains[0][0], chains[1][0]), add(chains[0][1], chains[1][1]))]
+            sums += list(chains[0])
+        return sums
+
+    def reduce(self, sums, key_lane):
+        """One finished sum a lane: of row ``own_row``, S k^ or S q^ by the next lower bit of the lane."""
+        offset = self.lanes // 2
+        while len(sums) > 1:
+            half = len(sums) // 2
+            upper = (key_lane & offset) != 0
+            kept = [select(upper, sums[half + i], sums[i]) for i in range(half)]
+            sent = [select(upper, sums[i], sums[half + i]) for i in range(half)]
+            sums = [
+                add(mine, cute.arch.shuffle_sync_bfly(other, offset)) for mine, other in zip(kept, sent, strict=True)
+            ]
+            offset //= 2
+        total = sums[0]
+        while offset:
+            total = add(total, cute.arch.shuffle_sync_bfly(total, offset))
+            offset //= 2
+        return total
+
+    def update(self, state, key, corrections):
+        """S <- S + u k^T on the decayed state; ``corrections`` one u a row."""
+        for row in range(self.rows):
+            for i in range(self.keys):
+                at = row * self.keys + i
+                state[at] = fma(corrections[row], key[i], state[at])
+
+    def step(self, state, key, query, decay, value, beta, key_dot_query, lane):
+        """One token. ``value`` is v of the lane's ``own_row``. Returns that row's o where ``finishes_output``
+        and its u on the row's other lanes."""
+        key_lane = lane & (self.lanes - 1)
+        total = self.reduce(self.decay_and_project(state, key, query, decay), key_lane)
+        u = mul(beta, sub(value, total))
+        group = lane - key_lane
+        corrections = [cute.arch.shuffle_sync(u, group + (row << self.row_shift)) for row in range(self.rows)]
+        own = corrections[0]
+        row = self.own_row(key_lane)
+        for i in range(1, self.rows):
+            own = select(row == i, corrections[i], own)
+        self.update(state, key, corrections)
+        return select(self.finishes_output(key_lane), fma(own, key_dot_query, total), own)
+
+
+def zeros(count):
+    """An fp32 fragment of zeros."""
+    fragment = cute.make_rmem_tensor(count, Float32)
+    fragment.fill(0.0)
+    return fragment

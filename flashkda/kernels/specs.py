@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a geometry and a tile to a compiled kernel: its cache key, its compile recipe, and the loaded callable.
+
+Kernels are named ``short_conv``, ``record``, ``gated_rms_norm`` and ``fused_verify``. The DSL is imported only when one
+is compiled. A key carries what changes the code and no more: neither heads nor strides nor pool sizes, and the window
+rounded up to a power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..jit.cache import is_loaded as _is_loaded
+from ..jit.cache import load_kernel
+from ..jit.key import KernelKey
+from .traits import Traits, window_capacity
+
+if TYPE_CHECKING:
+    from ..geometry import VerifyGeometry
+    from ..planner import Tile
+
+KINDS = ("short_conv", "record", "gated_rms_norm", "fused_verify")
+
+#: Traits that each kernel's code does not depend on are left at their defaults, so that geometries share kernels.
+_IGNORED = {
+    "fused_verify": (),
+    "record": ("conv_layout", "conv_weight_dtype", "norm_weight_dtype", "norm", "has_num_accepted", "norm_eps"),
+    "short_conv": (
+        "state_dtype", "norm_weight_dtype", "gate", "lower_bound", "norm", "records", "norm_eps", "rows",
+        "rows_per_thread", "key_lanes", "bulk_state",
+    ),
+    "gated_rms_norm": (
+        "capacity", "state_dtype", "conv_layout", "conv_weight_dtype", "gate", "lower_bound", "norm",
+        "has_num_accepted", "records", "rows", "rows_per_thread", "key_lanes", "bulk_state",
+    ),
+}  # fmt: skip
+
+
+def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Traits:
+    """The compile-time constants of kernel ``kind`` for this geometry, tile and architecture."""
+    has_bulk_copy = arch not in ("sm_80", "sm_86", "sm_89")
+    everything: dict[str, Any] = {
+        "capacity": window_capacity(geometry.window),
+        "state_dtype": geometry.state_dtype,
+        "conv_layout": geometry.conv_layout,
+        "conv_weight_dtype": geometry.conv_weight_dtype,
+        "norm_weight_dtype": geometry.norm_weight_dtype,
+        "gate": geometry.gate,
+        "lower_bound": geometry.lower_bound,
+        "norm": geometry.norm,
+        "vector": 4 if geometry.alignment == 16 else 1,
+        "null_slot": geometry.null_slot,
+        "index_dtype": geometry.index_dtype,
+        "has_num_accepted": geometry.has_num_accepted,
+        "records": geometry.records,
+        "norm_eps": geometry.norm_eps,
+        "rows": tile.rows,
+        "rows_per_thread": tile.rows_per_thread,
+        "key_lanes": tile.key_lanes,
+        # A state of many rows a CTA waits in shared memory, so that it occupies no registers while tokens are prepared.
+        "bulk_state": tile.rows >= 64 and geometry.alignment == 16 and has_bulk_copy,
+    }
+    ignored = {name: Traits.__dataclass_fields__[name].default for name in _IGNORED[kind] if name != "capacity"}
+    if "capacity" in _IGNORED[kind]:
+        ignored["capacity"] = 1
+    return Traits(**(everything | ignored))
+
+
+def make_spec(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> tuple[KernelKey, Callable[[], Any]]:
+    """Cache key and recipe; the recipe returns (jit callable, fake arguments) and imports the DSL."""
+    traits = traits_of(kind, geometry, tile, arch)
+    key = KernelKey(name=kind, params=tuple(sorted(traits.to_params().items())), arch=arch)
+    return key, lambda: _recipe(kind, traits)
+
+
+def load(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Callable[..., None]:
+    """The compiled kernel, from memory, disk or the compiler. Launches on torch's current stream."""
+    key, make = make_spec(kind, geometry, tile, arch)
+    return load_kernel(key, make)
+
+
+def is_loaded(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> bool:
+    """Whether ``load`` would return from memory."""
+    return _is_loaded(make_spec(kind, geometry, tile, arch)[0])
+
+
+def _recipe(kind: str, traits: Traits) -> tuple[Any, tuple[Any, ...]]:
+    from cutlass.cute.runtime import make_fake_stream
+
+    from .fakes import fake_tensors
+    from .gated_rms_norm import GatedRmsNorm
+    from .short_conv import ShortConv
+    from .verify import FusedVerify, Record
+
+    kernels = {"short_conv": ShortConv, "record": Record, "gated_rms_norm": GatedRmsNorm, "fused_verify": FusedVerify}
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return kernels[kind](traits), (*fake_tensors(kind, traits), stream)

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""plan_verify: the only place that chooses a path, a tile and a cluster size."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashkda import config
+from flashkda.capability import Capability, Reason, detect_arch, query, toolchain_reasons, unique
+from flashkda.config import PATHS
+from flashkda.errors import (
+    FallbackWarning,
+    GeometryError,
+    KernelBuildError,
+    PlanMismatchError,
+    Problem,
+    UnsupportedError,
+)
+from flashkda.geometry import MAX_WINDOW, VerifyGeometry
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashkda.ops.binding import NormBinding, RecordBinding, ShortConvBinding, VerifyBinding
+
+# "exact" is the token by token rule of docs/math.md; it keeps every promise.
+NUMERICS = ("exact",)
+
+_HEAD_ROWS = 128
+_MOST_CLUSTER = 8  # the largest cluster that every architecture with clusters launches
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a head's 128 value rows are split: over CTAs (rows each), and over the threads of a CTA.
+
+    rows_per_thread value rows share a thread's reads of k, q and decay; key_lanes threads share the keys of a row.
+    Raises GeometryError.
+    """
+
+    rows: int
+    rows_per_thread: int
+    key_lanes: int
+
+    def __post_init__(self) -> None:
+        values = (self.rows, self.rows_per_thread, self.key_lanes)
+        problems: list[Problem] = []
+        for name, value in zip(("rows", "rows_per_thread", "key_lanes"), values, strict=True):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                problems.append(Problem(name, "an int >= 1", repr(value)))
+        if not problems:
+            if _HEAD_ROWS % self.rows or self.cluster > _MOST_CLUSTER:
+                problems.append(Problem("rows", f"16, 32, 64 or {_HEAD_ROWS}", str(self.rows)))
+            if self.rows % self.rows_per_thread:
+                problems.append(Problem("rows_per_thread", f"a divisor of rows={self.rows}", str(self.rows_per_thread)))
+            if self.key_lanes not in (1, 2, 4, 8, 16, 32):
+                problems.append(Problem("key_lanes", "a power of two up to 32 (one warp)", str(self.key_lanes)))
+            if self.threads % 32 or not 32 <= self.threads <= 1024:
+                problems.append(Problem("threads", "whole warps, 32..1024", str(self.threads)))
+        if problems:
+            raise GeometryError.of(problems)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.rows // self.rows_per_thread * self.key_lanes
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a head."""
+        return _HEAD_ROWS // self.rows
+
+
+class TileRule(NamedTuple):
+    """`tile` serves windows up to `window` with up to `load` heads in flight (requests times heads; None: any)."""
+
+    window: int
+    load: int | None
+    tile: Tile
+
+
+# The first rule that fits is taken. Few heads in flight leave SMs idle, so a head is split over more CTAs.
+TILE_RULES: tuple[TileRule, ...] = (
+    TileRule(1, 16, Tile(32, 2, 16)),
+    TileRule(MAX_WINDOW, 16, Tile(16, 2, 16)),
+    TileRule(MAX_WINDOW, 48, Tile(32, 2, 16)),
+    TileRule(MAX_WINDOW, 80, Tile(64, 4, 8)),
+    TileRule(MAX_WINDOW, None, Tile(128, 4, 8)),
+)
+
+# All the tiles that the planner may pick.
+TILES: tuple[Tile, ...] = tuple(dict.fromkeys(rule.tile for rule in TILE_RULES))
+
+
+def choose_tile(geometry: VerifyGeometry, max_requests: int) -> Tile:
+    """The tile for up to max_requests requests. It changes the speed only: bits do not depend on it."""
+    load = max_requests * geometry.heads
+    fits = (r.tile for r in TILE_RULES if geometry.window <= r.window and (r.load is None or load <= r.load))
+    return next(fits)  # the last rule takes everything
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run: made by plan_verify, carried by bindings and exported graphs.
+
+    tile is None on the reference path. reasons tells why a faster path was refused (empty where none was).
+    kernels_version is the digest of the kernels' sources.
+    """
+
+    geometry: VerifyGeometry
+    max_requests: int
+    arch: str
+    path: str
+    tile: Tile | None
+    numerics: str
+    reasons: tuple[Reason, ...]
+    kernels_version: str
+
+    def _computation(self) -> dict[str, Any]:
+        # Not the reasons: they tell how the choice came about, not what is computed.
+        return {
+            "geometry": self.geometry.to_dict(),
+            "max_requests": self.max_requests,
+            "arch": self.arch,
+            "path": self.path,
+            "tile": None if self.tile is None else asdict(self.tile),
+            "numerics": self.numerics,
+            "kernels_version": self.kernels_version,
+        }
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that differ between plans that run differently, the same in every process."""
+        text = json.dumps(self._computation(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """The plan as JSON text, with its fingerprint."""
+        reasons = [reason.to_dict() for reason in self.reasons]
+        return json.dumps(
+            {"format": _FORMAT, "fingerprint": self.fingerprint, **self._computation(), "reasons": reasons},
+            sort_keys=True,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The inverse of to_json.
+
+        Raises PlanMismatchError, with every reason, where the text is not a plan, does not match its own
+        fingerprint, was made for other kernels, or FLASHKDA_VERIFY_PATH now asks for another path.
+        """
+        plan, stored = _parse(text)
+        mismatches = []
+        if stored != plan.fingerprint:
+            mismatches.append(f"fingerprint: stored {stored}, its contents give {plan.fingerprint}")
+        current = _kernels_version()
+        if plan.kernels_version != current:
+            mismatches.append(f"kernels_version: the plan has {plan.kernels_version}, the kernels here are {current}")
+        switch = config.verify_path()
+        if switch is not None:
+            # The switch may itself have fallen back when the plan was made: compare with what it leads to.
+            leads_to, _ = _resolve(query(plan.geometry, plan.arch, toolchain=False), switch)
+            if plan.path not in (switch, leads_to):
+                mismatches.append(f"FLASHKDA_VERIFY_PATH: the plan's path is {plan.path}, the switch asks for {switch}")
+        if mismatches:
+            lines = "".join(f"\n  - {line}" for line in mismatches)
+            raise PlanMismatchError(f"the stored plan cannot be used here (make it again with plan_verify):{lines}")
+        return plan
+
+    def require(self, path: str) -> Plan:
+        """This plan, if its path is `path`. Raises UnsupportedError with all the reasons otherwise."""
+        refused = query(self.geometry, self.arch).support(path).reasons
+        if self.path == path:
+            return self
+        # The plan's reasons, perhaps from another machine, all hold for the fastest path; not so for slower ones.
+        stored = self.reasons if path == PATHS[0] else ()
+        raise UnsupportedError(path, unique([*stored, *refused]) or [Reason("plan.path", "path", self.path, path)])
+
+    def bind(self, *, check_metadata: bool | None = None, **tensors: torch.Tensor | None) -> VerifyBinding:
+        """Bind the whole verify: see flashkda.ops.binding.bind."""
+        from flashkda.ops import binding
+
+        return binding.bind(self, check_metadata=check_metadata, **tensors)
+
+    def bind_short_conv(
+        self, *, check_metadata: bool | None = None, **tensors: torch.Tensor | None
+    ) -> ShortConvBinding:
+        """Bind the short conv alone: see flashkda.ops.binding.bind_short_conv."""
+        from flashkda.ops import binding
+
+        return binding.bind_short_conv(self, check_metadata=check_metadata, **tensors)
+
+    def bind_record(self, *, check_metadata: bool | None = None, **tensors: torch.Tensor | None) -> RecordBinding:
+        """Bind the rule and the norm: see flashkda.ops.binding.bind_record."""
+        from flashkda.ops import binding
+
+        return binding.bind_record(self, check_metadata=check_metadata, **tensors)
+
+    def bind_gated_rms_norm(self, *, check_metadata: bool | None = None, **tensors: torch.Tensor | None) -> NormBinding:
+        """Bind the norm alone: see flashkda.ops.binding.bind_gated_rms_norm."""
+        from flashkda.ops import binding
+
+        return binding.bind_gated_rms_norm(self, check_metadata=check_metadata, **tensors)
+
+
+def plan_verify(
+    geometry: VerifyGeometry,
+    max_requests: int,
+    *,
+    path: str = "auto",
+    device: torch.device | str | int | None = None,
+    arch: str | None = None,
+    strict: bool = False,
+    numerics: str = "exact",
+    tile: Tile | None = None,
+) -> Plan:
+    """Choose how a geometry is verified.
+
+    max_requests   the most requests of one call, >= 1; the tile is chosen for it
+    path           "fused" (one launch), "decomposed" (three), "reference" (torch), or "auto": what FLASHKDA_VERIFY_PATH
+                   names, else the fastest path that is supported; on a CPU device the reference
+    device, arch   plan for a torch device (default: the current one), or for a named architecture
+    strict         raise UnsupportedError where a FallbackWarning would be given
+    numerics       "exact" is the only mode
+    tile           in place of the planner's choice, to tune; the reference has none
+
+    A path that is refused falls back to the next slower one, with a FallbackWarning once per geometry. Raises
+    GeometryError for a bad argument, ConfigError for a bad FLASHKDA_VERIFY_PATH, and KernelBuildError where fused or
+    decomposed is asked for by name and the packages that build and load kernels are missing.
+    """
+    _check_arguments(geometry, max_requests, path, numerics, tile)
+    arch = _target(device, arch)
+    asked = path if path != "auto" else config.verify_path() or "auto"
+    capability = query(geometry, arch)
+    if asked in ("fused", "decomposed"):
+        _require_toolchain(asked, capability)
+    first = PATHS[0] if asked == "auto" else asked
+    chosen, reasons = _resolve(capability, first)
+    if chosen != first and not (asked == "auto" and arch == "cpu"):
+        if strict:
+            raise UnsupportedError(first, reasons, hint=f"strict; the fallback would be {chosen}")
+        _warn_once(geometry, arch, first, chosen, reasons)
+    if chosen == "reference":
+        tile = None
+    elif tile is None:
+        tile = choose_tile(geometry, max_requests)
+    return Plan(geometry, max_requests, arch, chosen, tile, numerics, reasons, _kernels_version())
+
+
+def _check_arguments(geometry: Any, max_requests: Any, path: Any, numerics: Any, tile: Any) -> None:
+    problems: list[Problem] = []
+    if not isinstance(geometry, VerifyGeometry):
+        problems.append(Problem("geometry", "a VerifyGeometry", type(geometry).__name__))
+    if isinstance(max_requests, bool) or not isinstance(max_requests, int) or max_requests < 1:
+        problems.append(Problem("max_requests", "an int >= 1", repr(max_requests)))
+    if path not in ("auto", *PATHS):
+        problems.append(Problem("path", f"auto, {', '.join(PATHS)}", repr(path)))
+    if numerics not in NUMERICS:
+        problems.append(Problem("numerics", f"one of {', '.join(NUMERICS)}", repr(numerics)))
+    if tile is not None and not isinstance(tile, Tile):
+        problems.append(Problem("tile", "a Tile or None", type(tile).__name__))
+    if problems:
+        raise GeometryError.of(problems)
+
+
+def _target(device: torch.device | str | int | None, arch: str | None) -> str:
+    if arch is None or arch == "auto":
+        return detect_arch(device)
+    if device is not None and (detected := detect_arch(device)) != arch:
+        raise GeometryError("arch", f"{detected}, which device {device} is (or give one of the two)", arch)
+    return arch
+
+
+def _require_toolchain(path: str, capability: Capability) -> None:
+    missing = toolchain_reasons()
+    if not missing:
+        return
+    names = tuple(reason.argument for reason in missing)
+    reasons = unique([*missing, *capability.support(path).reasons])
+    lines = "".join(f"\n  - {reason}" for reason in reasons)
+    text = f"the {path} path was asked for, and its kernels can be neither built nor loaded without {', '.join(names)}:"
+    raise KernelBuildError(text + lines, missing=names)
+
+
+def _resolve(capability: Capability, first: str) -> tuple[str, tuple[Reason, ...]]:
+    """The fastest supported path from `first` on, and why those before it are refused."""
+    paths = PATHS[PATHS.index(first) :]
+    chosen = next(path for path in paths if capability.support(path).supported)  # the reference always is
+    refused = paths[: paths.index(chosen)]
+    return chosen, unique(reason for path in refused for reason in capability.support(path).reasons)
+
+
+_warned: set[tuple[object, ...]] = set()
+
+
+def _warn_once(geometry: VerifyGeometry, arch: str, first: str, chosen: str, reasons: Iterable[Reason]) -> None:
+    key = (geometry, arch, first, chosen)
+    if key in _warned:
+        return
+    lines = "".join(f"\n  - {reason}" for reason in reasons)
+    text = f"FlashKDA verifies {geometry} on {arch} by the {chosen} path; {first} is refused:{lines}"
+    warnings.warn(text, FallbackWarning, stacklevel=3)
+    _warned.add(key)  # after the warning, which a filter may have turned into an error
+
+
+def _kernels_version() -> str:
+    from flashkda.jit.digest import source_digest
+
+    return source_digest()
+
+
+def _parse(text: str) -> tuple[Plan, str]:
+    """The plan in the text, and the fingerprint stored with it."""
+    try:
+        values = json.loads(text)
+        if not isinstance(values, Mapping) or values.get("format") != _FORMAT:
+            raise ValueError(f"it is not a plan of format {_FORMAT}")
+        tile = values["tile"]
+        plan = Plan(
+            geometry=VerifyGeometry.from_dict(values["geometry"]),
+            max_requests=values["max_requests"],
+            arch=values["arch"],
+            path=values["path"],
+            tile=None if tile is None else Tile(**tile),
+            numerics=values["numerics"],
+            reasons=tuple(Reason(**reason) for reason in values["reasons"]),
+            kernels_version=values["kernels_version"],
+        )
+        _check_arguments(plan.geometry, plan.max_requests, plan.path, plan.numerics, plan.tile)
+        return plan, str(values["fingerprint"])
+    except KeyError as error:
+        raise PlanMismatchError(f"the stored plan cannot be read: it has no {error}") from error
+    except (ValueError, TypeError) as error:  # GeometryError is a ValueError
+        raise PlanMismatchError(f"the stored plan cannot be read: {error}") from error
