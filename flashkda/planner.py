@@ -88,10 +88,8 @@ class TileRule(NamedTuple):
 
 # The first rule that fits is taken. Few heads in flight leave SMs idle, so a head is split over more CTAs.
 TILE_RULES: tuple[TileRule, ...] = (
-    TileRule(1, 16, Tile(32, 2, 16)),
     TileRule(MAX_WINDOW, 16, Tile(16, 2, 16)),
-    TileRule(MAX_WINDOW, 48, Tile(32, 2, 16)),
-    TileRule(MAX_WINDOW, 80, Tile(64, 4, 8)),
+    TileRule(MAX_WINDOW, 33, Tile(32, 2, 16)),
     TileRule(MAX_WINDOW, None, Tile(128, 4, 8)),
 )
 

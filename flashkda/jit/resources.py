@@ -42,6 +42,11 @@ class Resources:
     ptx: str
     sass: str | None = None
 
+    @property
+    def local_accesses(self) -> int | None:
+        """Instructions that load from or store to local memory; None without sass."""
+        return None if self.sass is None else sass_local_accesses(self.sass)
+
 
 @dataclass(frozen=True)
 class CubinUsage:
@@ -98,6 +103,12 @@ def cubin_usage(cubin: bytes) -> CubinUsage:
 def cubin_sass(cubin: bytes) -> str:
     """Disassembly of ``cubin``. Raises KernelBuildError."""
     return _cuobjdump("--dump-sass", cubin)
+
+
+def sass_local_accesses(sass: str) -> int:
+    """Instructions of the disassembly that load from or store to local memory (LDL, STL)."""
+    # A line is /*address*/ [predicate] instruction; its encoding stands behind it, in comments too.
+    return len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?:LDL|STL)\b", sass, re.MULTILINE))
 
 
 def ptxas_spills(log: str) -> int:

@@ -12,15 +12,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
-from .memory import at, load, store, to_float
+from .memory import at, load, store
 from .numerics import fma, mul, select, silu, to_bf16_and_back
 from .traits import TAPS
 
 
-def load_weights(conv_weight, channel, count, vector):
-    """fp32 taps of ``count`` adjacent channels: a list of ``count`` lists of 4."""
-    taps = to_float(load(at(conv_weight, channel * TAPS), count * TAPS, vector if vector == 1 else TAPS))
-    return [taps[i * TAPS : (i + 1) * TAPS] for i in range(count)]
+def weights_as_float(weights, count):
+    """The fragment ``weights`` [count * 4], channel-major, as ``count`` lists of 4 fp32 scalars."""
+    return [[Float32(weights[i * TAPS + j]) for j in range(TAPS)] for i in range(count)]
 
 
 def convolve(taps, weights):
@@ -95,14 +94,19 @@ def roll_window(
     count: cutlass.Constexpr,
     vector: cutlass.Constexpr,
     layout: cutlass.Constexpr,
+    may_be_first: cutlass.Constexpr,
 ):
-    """Writes token ``token``'s input to column token+2 and, with token 0, the last two history inputs to 0 and 1."""
+    """Writes token ``token``'s input to column token+2 and, with token 0, the last two history inputs to 0 and 1.
+
+    Where the token cannot be 0, ``may_be_first`` false spares the registers of its history.
+    """
     inputs = [taps[TAPS - 1, i] for i in range(count)]
     _store_column(conv_state, slot, token + 2, channel, inputs, vector, layout)
-    if token == 0:
-        for column in cutlass.range_constexpr(2):
-            history = [taps[column + 1, i] for i in range(count)]
-            _store_column(conv_state, slot, Int32(column), channel, history, vector, layout)
+    if cutlass.const_expr(may_be_first):
+        if token == 0:
+            for column in cutlass.range_constexpr(2):
+                history = [taps[column + 1, i] for i in range(count)]
+                _store_column(conv_state, slot, Int32(column), channel, history, vector, layout)
 
 
 def taps_as_float(taps, count):

@@ -32,6 +32,7 @@ class DeltaRule:
         self.lanes = traits.key_lanes
         self.keys = traits.keys_per_thread
         self.chunks = self.keys // 4
+        self.lean = traits.lean
         self.row_shift = self.lanes.bit_length() - self.rows.bit_length()
 
     def key_offset(self, key_lane, chunk):
@@ -48,12 +49,24 @@ class DeltaRule:
         """True on the lanes that end with S q^ of their row, and so with o; the others end with S k^, and so with u."""
         return (key_lane & (1 << (self.row_shift - 1))) != 0
 
-    def load_keys(self, shared, token, key_lane):
-        """This lane's keys of a [capacity, 128] fp32 array in shared memory, as a list of scalars."""
+    def operands(self):
+        """Fragment of one token's key, query and decay of this lane."""
+        return cute.make_rmem_tensor((3, self.keys), Float32)
+
+    def load_keys(self, array, token, key_lane):
+        """This lane's keys of a [capacity, 128] array in shared memory."""
         values = []
         for chunk in range(self.chunks):
-            values += load(shared + (token * HEAD_DIM + self.key_offset(key_lane, chunk)), 4, 4)
+            values += load(array + (token * HEAD_DIM + self.key_offset(key_lane, chunk)), 4, 4)
         return values
+
+    def load_operands(self, operands, shared, token, key_lane, chunks=None):
+        """Fills ``operands`` from the arrays of ``shared`` (a TokenStore)."""
+        for chunk in chunks or range(self.chunks):
+            for which, array in enumerate((shared.key, shared.query, shared.decay)):
+                values = load(array + (token * HEAD_DIM + self.key_offset(key_lane, chunk)), 4, 4)
+                for i, value in enumerate(values):
+                    operands[which, chunk * 4 + i] = value
 
     def load_state(self, state, source, key_lane, vector):
         """Fills the fragment from ``source``: pointer to the thread's first row, rows 128 elements apart."""
@@ -63,25 +76,28 @@ class DeltaRule:
                 for i, value in enumerate(to_float(values)):
                     state[row * self.keys + chunk * 4 + i] = value
 
-    def decay_and_project(self, state, key, query, decay):
-        """Decays the state in place; returns the thread's 2R partial sums [S k^, S q^] row by row."""
-        sums = []
-        for row in range(self.rows):
-            base = row * self.keys
-            chains = []
-            for first in range(0, self.keys, _CHAIN):
-                for i in range(first, first + _CHAIN):
-                    s = mul(state[base + i], decay[i])
-                    state[base + i] = s
-                    if i == first:
-                        on_key, on_query = mul(s, key[i]), mul(s, query[i])
-                    else:
-                        on_key, on_query = fma(s, key[i], on_key), fma(s, query[i], on_query)
-                chains.append((on_key, on_query))
-            if len(chains) == 2:
-                chains = [(add(chains[0][0], chains[1][0]), add(chains[0][1], chains[1][1]))]
-            sums += list(chains[0])
-        return sums
+    def decay_and_project(self, state, operands, before_chunk):
+        """Decays the state in place; returns the thread's 2R partial sums [S k^, S q^] row by row.
+
+        ``before_chunk(chunk)`` is called ahead of each four keys, for tiles that load operands as they go.
+        """
+        chains = []
+        for first in range(0, self.keys, _CHAIN):
+            sums = [None] * (2 * self.rows)
+            for i in range(first, first + _CHAIN):
+                if i % 4 == 0:
+                    before_chunk(i // 4)
+                key, query, decay = operands[0, i], operands[1, i], operands[2, i]
+                for row in range(self.rows):
+                    at = row * self.keys + i
+                    s = mul(state[at], decay)
+                    state[at] = s
+                    for j, operand in ((2 * row, key), (2 * row + 1, query)):
+                        sums[j] = mul(s, operand) if i == first else fma(s, operand, sums[j])
+            chains.append(sums)
+        if len(chains) == 1:
+            return chains[0]
+        return [add(x, y) for x, y in zip(*chains, strict=True)]
 
     def reduce(self, sums, key_lane):
         """One finished sum a lane: of row ``own_row``, S k^ or S q^ by the next lower bit of the lane."""
@@ -108,24 +124,38 @@ class DeltaRule:
                 at = row * self.keys + i
                 state[at] = fma(corrections[row], key[i], state[at])
 
-    def step(self, state, key, query, decay, value, beta, key_dot_query, lane):
-        """One token. ``value`` is v of the lane's ``own_row``. Returns that row's o where ``finishes_output``
-        and its u on the row's other lanes."""
-        key_lane = lane & (self.lanes - 1)
-        total = self.reduce(self.decay_and_project(state, key, query, decay), key_lane)
+    def step(self, state, operands, shared, token, following, value, key_lane):
+        """One token; a tile that reads ahead has its operands at hand and loads those of token ``following``.
+
+        ``value`` is v of the lane's ``own_row``. Returns that row's o where ``finishes_output`` and its u on the row's
+        other lanes.
+        """
+        # Where the state fills the registers there are none for the next token's operands; other warps hide the wait.
+        ahead = not self.lean
+
+        def before_chunk(chunk):
+            if not ahead:
+                self.load_operands(operands, shared, token, key_lane, [chunk])
+
+        beta, key_dot_query = (shared.beta + token).load(), (shared.key_dot_query + token).load()
+        sums = self.decay_and_project(state, operands, before_chunk)
+        key = [operands[0, i] for i in range(self.keys)]
+        if ahead:
+            self.load_operands(operands, shared, following, key_lane)
+        total = self.reduce(sums, key_lane)
         u = mul(beta, sub(value, total))
-        group = lane - key_lane
-        corrections = [cute.arch.shuffle_sync(u, group + (row << self.row_shift)) for row in range(self.rows)]
+        # Lane numbers within the segment of a row's lanes are constants, and cost no registers.
+        segment = (32 - self.lanes) << 8 | 0x1F
+        corrections = [
+            cute.arch.shuffle_sync(u, row << self.row_shift, mask_and_clamp=segment) for row in range(self.rows)
+        ]
         own = corrections[0]
         row = self.own_row(key_lane)
         for i in range(1, self.rows):
             own = select(row == i, corrections[i], own)
+        if not ahead:
+            # Read k again rather than keep it: the barrier is what stops the compiler from keeping it all the same.
+            cute.arch.sync_warp()
+            key = self.load_keys(shared.key, token, key_lane)
         self.update(state, key, corrections)
         return select(self.finishes_output(key_lane), fma(own, key_dot_query, total), own)
-
-
-def zeros(count):
-    """An fp32 fragment of zeros."""
-    fragment = cute.make_rmem_tensor(count, Float32)
-    fragment.fill(0.0)
-    return fragment

@@ -18,8 +18,8 @@ from .traits import HEAD_DIM, QUAD, Traits
 
 
 class Epilogue:
-    """``norm`` is whether the gated RMSNorm is part of the launch. ``results`` in shared memory is u [capacity, rows] and
-    behind it o [capacity, rows], fp32."""
+    """``norm`` is whether the gated RMSNorm is part of the launch. ``results`` in shared memory is u [capacity, rows]
+    and behind it o [capacity, rows], fp32."""
 
     def __init__(self, traits: Traits, norm: bool):
         self.traits = traits
@@ -46,19 +46,36 @@ class Epilogue:
         return [cute.make_rmem_tensor(QUAD, BFloat16) for _ in range(self.passes)], cute.make_rmem_tensor(QUAD, Float32)
 
     @cute.jit
-    def load(self, fragments: cutlass.Constexpr, request: cutlass.Constexpr, place: cutlass.Constexpr, gate, weight):
+    def load_constants(self, fragments: cutlass.Constexpr, place: cutlass.Constexpr, weight):
+        """Issues the loads that need no metadata."""
+        if cutlass.const_expr(self.norm):
+            scale = load(at(weight, place.row0 + self._row(place)), QUAD, self.traits.vector)
+            for j in cutlass.range_constexpr(QUAD):
+                fragments[1][j] = scale[j].to(Float32)
+
+    @cute.jit
+    def load(self, fragments: cutlass.Constexpr, request: cutlass.Constexpr, place: cutlass.Constexpr, gate):
         """Issues the loads that the end of the kernel will want."""
         if cutlass.const_expr(self.norm):
-            gates, weights = fragments
             for i in cutlass.range_constexpr(self.passes):
                 row = Int64(request.start + memory.minimum(self._token(place, i), request.length - 1))
                 offset = row * gate.stride[0] + place.head * HEAD_DIM + place.row0 + self._row(place)
-                values = load(at(gate, offset), QUAD, self.traits.vector)
-                for j in cutlass.range_constexpr(QUAD):
-                    gates[i][j] = values[j]
-            scale = load(at(weight, place.row0 + self._row(place)), QUAD, self.traits.vector)
-            for j in cutlass.range_constexpr(QUAD):
-                weights[j] = scale[j].to(Float32)
+                memory.copy_in(fragments[0][i], at(gate, offset), QUAD, self.traits.vector)
+
+    def _factors(self, factors, place, i):
+        traits = self.traits
+        token = self._token(place, i) & (traits.capacity - 1)
+        return factors + (token * traits.rows + self._row(place))
+
+    @cute.jit
+    def prepare(self, fragments: cutlass.Constexpr, place: cutlass.Constexpr, factors):
+        """Leaves weight * sigmoid(gate) in shared memory, where the same thread will read it: no registers are held."""
+        if cutlass.const_expr(self.norm):
+            weight = [fragments[1][j] for j in range(QUAD)]
+            for i in cutlass.range_constexpr(self.passes):
+                z = [Float32(fragments[0][i][j]) for j in range(QUAD)]
+                if self._token(place, i) < self.traits.capacity:
+                    store(self._factors(factors, place, i), norm.gate_factor(weight, z), QUAD)
 
     @cute.jit
     def sum_squares(
@@ -84,7 +101,7 @@ class Epilogue:
         for i in cutlass.range_constexpr(self.passes):
             token = self._token(place, i)
             if token < request.length:
-                offset = place.record * corrections.stride[0] + place.row0 + self._row(place)
+                offset = request.record * corrections.stride[0] + place.row0 + self._row(place)
                 offset = offset + (Int64(place.head) * place.window + token) * HEAD_DIM
                 u = load(results + (token * traits.rows + self._row(place)), QUAD, QUAD)
                 store(at(corrections, offset), u, traits.vector)
@@ -93,7 +110,7 @@ class Epilogue:
     def store_output(
         self,
         sums: cute.Tensor,
-        fragments: cutlass.Constexpr,
+        factors,
         request: cutlass.Constexpr,
         place: cutlass.Constexpr,
         results,
@@ -111,10 +128,8 @@ class Epilogue:
                     if cutlass.const_expr(self.messages):
                         pointer = partials + token * traits.cluster
                         total = norm.join_subtrees(load(pointer, traits.cluster, min(4, traits.cluster)))
-                    gates, weights = fragments
-                    weight = [weights[j] for j in range(QUAD)]
-                    z = [Float32(gates[i][j]) for j in range(QUAD)]
-                    output = norm.finish(traits, output, total, weight, z)
+                    factor = load(self._factors(factors, place, i), QUAD, QUAD)
+                    output = norm.finish(traits, output, total, factor)
                 offset = Int64(request.start + token) * out.stride[0] + place.head * HEAD_DIM
                 pointer = at(out, offset + place.row0 + self._row(place))
                 store(pointer, [x.to(BFloat16) for x in output], traits.vector)

@@ -10,7 +10,7 @@ from cutlass import BFloat16, Int32, Int64
 from . import memory, norm
 from .memory import at, load, store, to_float
 from .traits import HEAD_DIM, QUAD, WARP, Traits
-from .window import request_window, zero_rows
+from .window import read_metadata, request_window, zero_rows
 
 _WARPS = 4
 
@@ -59,7 +59,8 @@ class GatedRmsNorm:
             memory.wait_for_predecessor()
             memory.launch_dependents()
         # The pools are not at hand here, so only the null rule applies to the slot. Lengths need no window.
-        request = request_window(traits, n, total_rows, query_start_loc, state_indices, 2**62, total_rows)
+        metadata = read_metadata(traits, n, requests, query_start_loc, state_indices)
+        request = request_window(traits, metadata, total_rows, total_rows, 2**62)
         column = head * HEAD_DIM + lane * QUAD
         if request.live:
             weight = to_float(load(at(norm_weight, lane * QUAD), QUAD, traits.vector))
@@ -69,7 +70,7 @@ class GatedRmsNorm:
                 values = to_float(load(at(o, Int64(row) * o.stride[0] + column), QUAD, traits.vector))
                 z = load(at(output_gate, Int64(row) * output_gate.stride[0] + column), QUAD, traits.vector)
                 total = norm.subtree_sum(values, HEAD_DIM // QUAD)
-                result = norm.finish(traits, values, total, weight, to_float(z))
+                result = norm.finish(traits, values, total, norm.gate_factor(weight, to_float(z)))
                 store(at(out, Int64(row) * out.stride[0] + column), [x.to(BFloat16) for x in result], traits.vector)
                 row = row + _WARPS
         else:
@@ -78,6 +79,6 @@ class GatedRmsNorm:
                 _WARPS * WARP, traits.vector,
             )  # fmt: skip
         zero_rows(
-            out, head, query_start_loc[requests] + n, total_rows, requests, Int32(0), tid, HEAD_DIM, _WARPS * WARP,
+            out, head, metadata.padding + n, total_rows, requests, Int32(0), tid, HEAD_DIM, _WARPS * WARP,
             traits.vector,
         )  # fmt: skip

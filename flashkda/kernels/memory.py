@@ -52,6 +52,11 @@ def store(pointer, values, vector):
         cute.make_tensor(_aligned(pointer + i, vector * width), cute.make_layout(vector)).store(chunk.load())
 
 
+def prefetch(pointer):
+    """Brings the pointer's line to the L2 cache; unlike a load it holds no register and nobody waits for it."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[pointer.toint()])
+
+
 def minimum(x, y):
     """The smaller of two integers, without a branch."""
     return select(x < y, x, y)
@@ -84,6 +89,12 @@ def send(shared, value, barrier, rank):
 def shared_array(allocator, dtype, count, align=16):
     """Pointer to ``count`` elements of shared memory."""
     return allocator.allocate_array(dtype, count, byte_alignment=align)
+
+
+def copy_in(fragment, pointer, count, vector):
+    """``load`` into a fragment that can cross a branch."""
+    for i, value in enumerate(load(pointer, count, vector)):
+        fragment[i] = value
 
 
 def launch_dependents():

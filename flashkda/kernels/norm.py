@@ -28,7 +28,12 @@ def join_subtrees(sums):
     return sums[0]
 
 
-def finish(traits: Traits, values, total, weight, gate):
-    """The four outputs of a quad before their rounding to bf16; all lists of fp32 scalars."""
+def gate_factor(weight, gate):
+    """norm_weight * sigmoid(output_gate) of each row; what of the output does not wait for the rule."""
+    return [mul(w, sigmoid(z)) for w, z in zip(weight, gate, strict=True)]
+
+
+def finish(traits: Traits, values, total, factor):
+    """The outputs of a quad before their rounding to bf16: (o * rsqrt(mean + eps)) * ``gate_factor``."""
     scale = rsqrt(fma(total, Float32(1.0 / HEAD_DIM), Float32(traits.norm_eps)))
-    return [mul(mul(mul(o, scale), w), sigmoid(z)) for o, w, z in zip(values, weight, gate, strict=True)]
+    return [mul(mul(o, scale), f) for o, f in zip(values, factor, strict=True)]

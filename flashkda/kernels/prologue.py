@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The window before the rule: loads of every token's inputs, conv, norms, gates, and the records of k and the gate.
 
-A warp prepares one token at a time, a lane four adjacent channels of q and of k. v belongs to the threads that own its
-rows, a token a key lane. Past the window's end the last token is loaded again: that work is wasted, but without
-branches every load is on its way before the first is used, and tokens of one warp overlap.
+A token warp prepares one token at a time, a lane four adjacent channels of q and of k. A value thread prepares quads of
+the CTA's value rows. Past the window's end the last token is loaded again: that work is wasted, but without branches
+every load is on its way before the first is used, and the tokens of a warp overlap. (Loads of two roles into the same
+registers, predicated, would wait for each other.)
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
 from . import conv, gate, memory
-from .memory import at, load, store, to_float
-from .numerics import exp
+from .memory import at, copy_in, load, store, to_float
+from .numerics import exp, select
 from .token import TokenStore, prepare_token
-from .traits import HEAD_DIM, QUAD, TAPS, Traits
+from .traits import HEAD_DIM, QUAD, TAPS, WARP, Traits
 from .window import Window
+
+STASH = 7
 
 
 class Place(NamedTuple):
-    """Where a thread stands: its head and the CTA's first row ``row0`` of it, its own first row within the CTA, and the
-    request's ``record`` row and window capacity T."""
+    """Where a thread stands: its head, the CTA's first row ``row0`` of it, its own first row within the CTA (of the
+    rule); ``channels`` = H * D, ``window`` = T."""
 
     head: Int32
     rank: Int32
@@ -36,172 +39,284 @@ class Place(NamedTuple):
     local_row: Int32
     channels: Int32
     window: Int32
-    record: Int64
+
+
+def here(traits: Traits, tid, head, rank, channels, window) -> Place:
+    """The thread's place."""
+    lane = tid % WARP
+    return Place(
+        head=head,
+        rank=rank,
+        row0=rank * traits.rows,
+        tid=tid,
+        warp=tid // WARP,
+        lane=lane,
+        key_lane=lane & (traits.key_lanes - 1),
+        local_row=tid // traits.key_lanes * traits.rows_per_thread,
+        channels=channels,
+        window=window,
+    )
+
+
+def stash(shared, request: Window, place: Place):
+    """Leaves in shared memory (``STASH`` Int64) what the end of a kernel needs, for tiles whose rule has no register to
+    spare."""
+    kept = (request.start, request.length, request.slot, request.record, place.head, place.rank, 0)
+    for i, value in enumerate(kept):
+        (shared + i).store(Int64(value))
+
+
+def stashed(traits: Traits, shared, request: Window, place: Place) -> tuple[Window, Place]:
+    """What ``stash`` left. The thread's number plus a zero that the compiler does not know makes it compute anew what
+    follows from it, where it would have kept it."""
+    start, length, slot, record, head, rank, zero = ((shared + i).load() for i in range(STASH))
+    request = request._replace(start=Int32(start), length=Int32(length), slot=slot, record=record)
+    return request, here(traits, place.tid + Int32(zero), Int32(head), Int32(rank), place.channels, place.window)
+
+
+class Constants(NamedTuple):
+    """Fragments of what belongs to no token: conv weights of each stream, A_log, dt_bias."""
+
+    weights: list
+    rate: cute.Tensor
+    bias: cute.Tensor
 
 
 class Inputs(NamedTuple):
-    """Register fragments: per token pass the taps [4, 4] of q and k, the raw gate [4] and raw beta; per value pass the
-    taps [4, rows_per_thread] of v. Without conv only the last tap is used."""
+    """Fragments: per pass the taps [4, 4] of each stream, the raw gate [4] and raw beta. Without conv only the last tap
+    is used."""
 
-    query_key: list
+    taps: list
     gate: list
     beta: cute.Tensor
-    value: list
 
 
 class Prologue:
-    """``fuse`` is whether conv is part of the launch; without it mixed_qkv holds the conv's result."""
+    """``fuse`` is whether conv is part of the launch; without it mixed_qkv holds the conv's result.
+
+    A stream is a quad of channels of one token: q and k of a token warp, v of a value thread. With value warps the
+    first stream is q or v, by the warp, in one pass and the same instructions; without them every warp has all three,
+    and the passes of q and k (``token_passes``) and of v (``value_passes``) differ in number.
+    """
 
     def __init__(self, traits: Traits, fuse: bool):
         self.traits = traits
         self.fuse = fuse
-        self.token_passes = -(-traits.capacity // traits.warps)
-        self.value_passes = -(-traits.capacity // traits.key_lanes)
+        self.roles = traits.value_warps > 0
+        self.token_passes = -(-traits.capacity // traits.token_warps)
+        self.value_passes = -(-traits.capacity * traits.quads // traits.value_threads)
+        assert not self.roles or self.token_passes == self.value_passes == 1
 
-    def fragments(self) -> Inputs:
-        tokens, values = range(self.token_passes), range(self.value_passes)
+    def inputs(self, passes, streams) -> Inputs:
         return Inputs(
-            [[cute.make_rmem_tensor((TAPS, QUAD), BFloat16) for _ in range(2)] for _ in tokens],
-            [cute.make_rmem_tensor(QUAD, BFloat16) for _ in tokens],
-            cute.make_rmem_tensor(self.token_passes, BFloat16),
-            [cute.make_rmem_tensor((TAPS, self.traits.rows_per_thread), BFloat16) for _ in values],
+            [[cute.make_rmem_tensor((TAPS, QUAD), BFloat16) for _ in range(streams)] for _ in range(passes)],
+            [cute.make_rmem_tensor(QUAD, BFloat16) for _ in range(passes)],
+            cute.make_rmem_tensor(passes, BFloat16),
         )
 
-    def _token(self, place: Place, i):
-        return place.warp + i * self.traits.warps
+    def constants(self, weight_type, streams) -> Constants:
+        return Constants(
+            [cute.make_rmem_tensor(QUAD * TAPS, weight_type) for _ in range(streams)],
+            cute.make_rmem_tensor(1, Float32),
+            cute.make_rmem_tensor(QUAD, Float32),
+        )
+
+    def prepares_tokens(self, place: Place):
+        return place.warp < self.traits.token_warps
+
+    def _value_item(self, place: Place):
+        return place.tid - (self.traits.token_warps * WARP if self.roles else 0)
 
     def _value_token(self, place: Place, i):
-        return place.key_lane + i * self.traits.key_lanes
+        return (self._value_item(place) + i * self.traits.value_threads) // self.traits.quads
 
-    def _channel(self, place: Place, part):
-        """This lane's first channel of q (part 0) or k (part 1)."""
-        return part * place.channels + place.head * HEAD_DIM + place.lane * QUAD
+    def _value_row(self, place: Place):
+        """First of the value thread's four rows, within the CTA."""
+        return self._value_item(place) % self.traits.quads * QUAD
 
     def _value_channel(self, place: Place):
-        return 2 * place.channels + place.head * HEAD_DIM + place.row0 + place.local_row
+        return 2 * place.channels + place.head * HEAD_DIM + place.row0 + self._value_row(place)
 
-    def _load_inputs(self, taps, mixed_qkv, conv_state, request: Window, token, column, channel, count):
+    def _token(self, place: Place, i):
+        return place.warp + i * self.traits.token_warps
+
+    def _first_token(self, place: Place, i):
+        """Token of the first stream: the token warp's, or the value thread's."""
+        token = self._token(place, i)
+        if not self.roles:
+            return token
+        return select(self.prepares_tokens(place), token, self._value_token(place, i))
+
+    def _channel(self, place: Place, stream):
+        """First channel of stream 0 (q, or v of a value warp) or 1 (k)."""
+        channel = stream * place.channels + place.head * HEAD_DIM + place.lane * QUAD
+        if stream or not self.roles:
+            return channel
+        return select(self.prepares_tokens(place), channel, self._value_channel(place))
+
+    def _load_stream(self, taps, mixed_qkv, conv_state, request: Window, token, channel):
+        token = memory.minimum(token, request.length - 1)
         if self.fuse:
             conv.load_taps(
-                taps, mixed_qkv, conv_state, request.start, token, request.slot, column, channel, count,
+                taps, mixed_qkv, conv_state, request.start, token, request.slot, request.column, channel, QUAD,
                 self.traits.vector, self.traits.conv_layout,
             )  # fmt: skip
         else:
             pointer = at(mixed_qkv, Int64(request.start + token) * mixed_qkv.stride[0] + channel)
-            for i, value in enumerate(load(pointer, count, self.traits.vector)):
+            for i, value in enumerate(load(pointer, QUAD, self.traits.vector)):
                 taps[TAPS - 1, i] = value
 
-    def _activate(self, taps, weights, count):
+    def _activate(self, taps, weights):
         """Conv and SiLU of the fragment, or the conv's result as it came; fp32 values of bf16 precision."""
         if self.fuse:
-            return conv.convolve(conv.taps_as_float(taps, count), weights)
-        return [Float32(taps[TAPS - 1, i]) for i in range(count)]
+            return conv.convolve(conv.taps_as_float(taps, QUAD), conv.weights_as_float(weights, QUAD))
+        return [Float32(taps[TAPS - 1, i]) for i in range(QUAD)]
+
+    def _store_value(self, values, token, place: Place, v):
+        memory.store_shared(values + (token * self.traits.rows + self._value_row(place)), v)
+
+    def prefetch_constants(self, place: Place, conv_weight, dt_bias):
+        """Sends for what ``load_constants`` will load, while the metadata is on its way.
+
+        A load here would cost more than it brings: the wait for the metadata would wait for it too.
+        """
+        memory.prefetch(at(dt_bias, place.head * HEAD_DIM + place.lane * QUAD))
+        if self.fuse:
+            for stream in range(2):
+                memory.prefetch(at(conv_weight, self._channel(place, stream) * TAPS))
 
     @cute.jit
-    def load(
+    def load_constants(self, constants: cutlass.Constexpr, place: cutlass.Constexpr, conv_weight, A_log, dt_bias):
+        """Issues the loads that belong to no token."""
+        vector = self.traits.vector
+        constants.rate[0] = A_log[place.head]
+        copy_in(constants.bias, at(dt_bias, place.head * HEAD_DIM + place.lane * QUAD), QUAD, vector)
+        if cutlass.const_expr(self.fuse):
+            for stream in cutlass.range_constexpr(2):
+                pointer = at(conv_weight, self._channel(place, stream) * TAPS)
+                copy_in(constants.weights[stream], pointer, QUAD * TAPS, vector)
+
+    def load_value_constants(self, constants: Constants, place: Place, conv_weight):
+        """The same for v, where it has no warps of its own."""
+        if self.fuse:
+            pointer = at(conv_weight, self._value_channel(place) * TAPS)
+            copy_in(constants.weights[0], pointer, QUAD * TAPS, self.traits.vector)
+
+    @cute.jit
+    def load_token(
         self,
         inputs: cutlass.Constexpr,
         request: cutlass.Constexpr,
         place: cutlass.Constexpr,
-        column,
+        i: cutlass.Constexpr,
         mixed_qkv,
         conv_state,
         raw_gate,
         raw_beta,
     ):
-        """Issues the loads of all tokens."""
-        last = request.length - 1
-        if place.warp < self.traits.capacity:
-            for i in cutlass.range_constexpr(self.token_passes):
-                token = memory.minimum(self._token(place, i), last)
-                for part in cutlass.range_constexpr(2):
-                    self._load_inputs(
-                        inputs.query_key[i][part], mixed_qkv, conv_state, request, token, column,
-                        self._channel(place, part), QUAD,
-                    )  # fmt: skip
-                row = Int64(request.start + token)
-                pointer = at(raw_gate, row * raw_gate.stride[0] + place.head * HEAD_DIM + place.lane * QUAD)
-                values = load(pointer, QUAD, self.traits.vector)
-                for j in cutlass.range_constexpr(QUAD):
-                    inputs.gate[i][j] = values[j]
-                inputs.beta[i] = at(raw_beta, row * raw_beta.stride[0] + place.head).load()
-        for i in cutlass.range_constexpr(self.value_passes):
-            token = memory.minimum(self._value_token(place, i), last)
-            self._load_inputs(
-                inputs.value[i], mixed_qkv, conv_state, request, token, column, self._value_channel(place),
-                self.traits.rows_per_thread,
-            )  # fmt: skip
+        """Issues the loads of pass ``i`` of q (or v) and k, the gate and beta."""
+        first = self._first_token(place, i)
+        self._load_stream(inputs.taps[i][0], mixed_qkv, conv_state, request, first, self._channel(place, 0))
+        # A value warp loads the last token's k and gate for nothing; a branch would cost it, and the others, more.
+        token = self._token(place, i)
+        self._load_stream(inputs.taps[i][1], mixed_qkv, conv_state, request, token, self._channel(place, 1))
+        row = Int64(request.start + memory.minimum(token, request.length - 1))
+        pointer = at(raw_gate, row * raw_gate.stride[0] + place.head * HEAD_DIM + place.lane * QUAD)
+        copy_in(inputs.gate[i], pointer, QUAD, self.traits.vector)
+        inputs.beta[i] = at(raw_beta, row * raw_beta.stride[0] + place.head).load()
+
+    def load_value(self, inputs: Inputs, request: Window, place: Place, i, mixed_qkv, conv_state):
+        """Issues the loads of value pass ``i``."""
+        token, channel = self._value_token(place, i), self._value_channel(place)
+        self._load_stream(inputs.taps[i][0], mixed_qkv, conv_state, request, token, channel)
 
     @cute.jit
-    def prepare(
+    def prepare_token(
         self,
         inputs: cutlass.Constexpr,
+        constants: cutlass.Constexpr,
         request: cutlass.Constexpr,
         place: cutlass.Constexpr,
+        i: cutlass.Constexpr,
         shared: cutlass.Constexpr,
         values,
-        conv_weight,
-        A_log,
-        dt_bias,
         key_gate,
     ):
-        """Leaves the operands in ``shared`` and v in ``values`` [capacity, rows]; records k and the raw gate."""
-        traits = self.traits
-        if place.warp < traits.capacity:
-            rate = exp(A_log[place.head])
-            bias = load(at(dt_bias, place.head * HEAD_DIM + place.lane * QUAD), QUAD, traits.vector)
-            weights = [None, None]
-            if cutlass.const_expr(self.fuse):
-                weights = [
-                    conv.load_weights(conv_weight, self._channel(place, part), QUAD, traits.vector) for part in range(2)
-                ]
-            for i in cutlass.range_constexpr(self.token_passes):
-                token = self._token(place, i)
-                query, key = (self._activate(inputs.query_key[i][part], weights[part], QUAD) for part in range(2))
-                raw = [inputs.gate[i][j] for j in range(QUAD)]
-                decay = gate.decay(traits, rate, to_float(raw), bias)
-                prepare_token(shared, token, place.lane, query, key, decay, gate.beta(Float32(inputs.beta[i])))
-                if self.owns_quad(place) & (token < request.length):
-                    offset = place.record * key_gate.stride[0] + place.lane * QUAD
-                    offset = offset + (Int64(place.head) * place.window + token) * (2 * HEAD_DIM)
-                    store(at(key_gate, offset), [k.to(BFloat16) for k in key], traits.vector)
-                    store(at(key_gate, offset + HEAD_DIM), raw, traits.vector)
-        value_weights = None
-        if cutlass.const_expr(self.fuse):
-            value_weights = conv.load_weights(
-                conv_weight, self._value_channel(place), traits.rows_per_thread, traits.vector
-            )
-        for i in cutlass.range_constexpr(self.value_passes):
-            token = self._value_token(place, i)
-            v = self._activate(inputs.value[i], value_weights, traits.rows_per_thread)
-            if token < traits.capacity:
-                memory.store_shared(values + (token * traits.rows + place.local_row), v)
+        """Leaves the operands of pass ``i`` in ``shared`` (or v in ``values``); records k and the raw gate."""
+        query = self._activate(inputs.taps[i][0], constants.weights[0])
+        if cutlass.const_expr(self.roles):
+            first = self._value_token(place, i)
+            if (place.warp >= self.traits.token_warps) & (first < self.traits.capacity):
+                self._store_value(values, first, place, query)
+        if self.prepares_tokens(place):
+            token = self._token(place, i)
+            key = self._activate(inputs.taps[i][1], constants.weights[1])
+            raw = [inputs.gate[i][j] for j in range(QUAD)]
+            bias = [constants.bias[j] for j in range(QUAD)]
+            decay = gate.decay(self.traits, exp(constants.rate[0]), to_float(raw), bias)
+            prepare_token(shared, token, place.lane, query, key, decay, gate.beta(Float32(inputs.beta[i])))
+            if self._owns_quad(place) & (token < request.length):
+                offset = request.record * key_gate.stride[0] + place.lane * QUAD
+                offset = offset + (Int64(place.head) * place.window + token) * (2 * HEAD_DIM)
+                store(at(key_gate, offset), [k.to(BFloat16) for k in key], self.traits.vector)
+                store(at(key_gate, offset + HEAD_DIM), raw, self.traits.vector)
 
-    def owns_quad(self, place: Place):
+    @cute.jit
+    def prepare_value(
+        self,
+        inputs: cutlass.Constexpr,
+        constants: cutlass.Constexpr,
+        place: cutlass.Constexpr,
+        i: cutlass.Constexpr,
+        values,
+    ):
+        """Leaves v of value pass ``i`` in ``values`` [capacity, rows]."""
+        token = self._value_token(place, i)
+        v = self._activate(inputs.taps[i][0], constants.weights[0])
+        if token < self.traits.capacity:
+            self._store_value(values, token, place, v)
+
+    def _owns_quad(self, place: Place):
         """Whether this CTA writes what belongs to the lane's key channels: each of a head's CTAs writes its share."""
         return place.lane // self.traits.quads == place.rank
 
+    def _roll(self, taps, mixed_qkv, conv_state, request: Window, token, channel, i):
+        traits = self.traits
+        if traits.lean:
+            # The input is read again (it is near, and nobody writes it), so that no registers kept it until now.
+            pointer = at(mixed_qkv, Int64(request.start + token) * mixed_qkv.stride[0] + channel)
+            for j, value in enumerate(load(pointer, QUAD, traits.vector)):
+                taps[TAPS - 1, j] = value
+        conv.roll_window(
+            conv_state, taps, request.slot, token, channel, QUAD, traits.vector, traits.conv_layout, i == 0
+        )
+
     @cute.jit
     def roll_windows(
-        self, inputs: cutlass.Constexpr, request: cutlass.Constexpr, place: cutlass.Constexpr, conv_state
+        self,
+        inputs: cutlass.Constexpr,
+        values: cutlass.Constexpr,
+        request: cutlass.Constexpr,
+        place: cutlass.Constexpr,
+        mixed_qkv,
+        conv_state,
     ):
-        """Writes this CTA's share of the conv window, from the taps that are still in registers."""
-        traits = self.traits
+        """Writes this CTA's share of the conv window; ``values`` are the inputs of the value passes, or None."""
         for i in cutlass.range_constexpr(self.token_passes):
-            token = self._token(place, i)
-            if (token < request.length) & self.owns_quad(place):
-                for part in cutlass.range_constexpr(2):
-                    conv.roll_window(
-                        conv_state, inputs.query_key[i][part], request.slot, token, self._channel(place, part), QUAD,
-                        traits.vector, traits.conv_layout,
-                    )  # fmt: skip
-        for i in cutlass.range_constexpr(self.value_passes):
-            token = self._value_token(place, i)
-            if token < request.length:
-                conv.roll_window(
-                    conv_state, inputs.value[i], request.slot, token, self._value_channel(place),
-                    traits.rows_per_thread, traits.vector, traits.conv_layout,
-                )  # fmt: skip
+            token, first = self._token(place, i), self._first_token(place, i)
+            owns_first = self._owns_quad(place)
+            if cutlass.const_expr(self.roles):
+                owns_first = owns_first | (place.warp >= self.traits.token_warps)
+            if (first < request.length) & owns_first:
+                self._roll(inputs.taps[i][0], mixed_qkv, conv_state, request, first, self._channel(place, 0), i)
+            if (token < request.length) & self._owns_quad(place):
+                self._roll(inputs.taps[i][1], mixed_qkv, conv_state, request, token, self._channel(place, 1), i)
+        if cutlass.const_expr(not self.roles):
+            for i in cutlass.range_constexpr(self.value_passes):
+                token = self._value_token(place, i)
+                if token < request.length:
+                    channel = self._value_channel(place)
+                    self._roll(values.taps[i][0], mixed_qkv, conv_state, request, token, channel, i)
 
 
 def token_store(allocator, capacity) -> TokenStore:

@@ -10,7 +10,7 @@ from cutlass import BFloat16, Int32, Int64
 from . import conv, memory
 from .memory import at, store
 from .traits import HEAD_DIM, QUAD, TAPS, WARP, Traits
-from .window import history_column, request_window
+from .window import read_metadata, request_window
 
 _PARTS = 3
 
@@ -61,19 +61,19 @@ class ShortConv:
         if cutlass.const_expr(traits.pdl):
             memory.wait_for_predecessor()
             memory.launch_dependents()
-        request = request_window(
-            traits, n, window, query_start_loc, state_indices, conv_state.shape[0], Int32(qkv.shape[0])
-        )
+        metadata = read_metadata(traits, n, Int32(state_indices.shape[0]), query_start_loc, state_indices, num_accepted)
+        request = request_window(traits, metadata, window, Int32(qkv.shape[0]), conv_state.shape[0])
         if request.live & (request.length > 0):
-            column = history_column(traits, n, window, num_accepted)
-            weights = conv.load_weights(conv_weight, channel, QUAD, traits.vector)
+            fragment = cute.make_rmem_tensor(QUAD * TAPS, conv_weight.element_type)
+            memory.copy_in(fragment, at(conv_weight, channel * TAPS), QUAD * TAPS, traits.vector)
+            weights = conv.weights_as_float(fragment, QUAD)
             taps = [cute.make_rmem_tensor((TAPS, QUAD), BFloat16) for _ in range(traits.capacity)]
             # All of the history is read before any column is written: a token's column may be another's history.
             for token in cutlass.range_constexpr(traits.capacity):
                 if token < request.length:
                     conv.load_taps(
-                        taps[token], mixed_qkv, conv_state, request.start, Int32(token), request.slot, column, channel,
-                        QUAD, traits.vector, traits.conv_layout,
+                        taps[token], mixed_qkv, conv_state, request.start, Int32(token), request.slot, request.column,
+                        channel, QUAD, traits.vector, traits.conv_layout,
                     )  # fmt: skip
             for token in cutlass.range_constexpr(traits.capacity):
                 if token < request.length:
@@ -82,5 +82,5 @@ class ShortConv:
                     store(pointer, [value.to(BFloat16) for value in y], traits.vector)
                     conv.roll_window(
                         conv_state, taps[token], request.slot, Int32(token), channel, QUAD, traits.vector,
-                        traits.conv_layout,
+                        traits.conv_layout, token == 0,
                     )  # fmt: skip

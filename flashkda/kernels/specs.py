@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..jit.cache import is_loaded as _is_loaded
 from ..jit.cache import load_kernel
 from ..jit.key import KernelKey
-from .traits import Traits, window_capacity
+from .traits import WARP, Traits, warp_roles, window_capacity
 
 if TYPE_CHECKING:
     from ..geometry import VerifyGeometry
@@ -28,20 +28,25 @@ _IGNORED = {
     "record": ("conv_layout", "conv_weight_dtype", "norm_weight_dtype", "norm", "has_num_accepted", "norm_eps"),
     "short_conv": (
         "state_dtype", "norm_weight_dtype", "gate", "lower_bound", "norm", "records", "norm_eps", "rows",
-        "rows_per_thread", "key_lanes", "bulk_state",
+        "rows_per_thread", "key_lanes", "token_warps", "value_warps", "min_blocks", "padding",
+        "bulk_state",
     ),
     "gated_rms_norm": (
         "capacity", "state_dtype", "conv_layout", "conv_weight_dtype", "gate", "lower_bound", "norm",
-        "has_num_accepted", "records", "rows", "rows_per_thread", "key_lanes", "bulk_state",
+        "has_num_accepted", "records", "rows", "rows_per_thread", "key_lanes", "token_warps", "value_warps",
+        "min_blocks", "padding", "bulk_state",
     ),
 }  # fmt: skip
 
 
 def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Traits:
     """The compile-time constants of kernel ``kind`` for this geometry, tile and architecture."""
-    has_bulk_copy = arch not in ("sm_80", "sm_86", "sm_89")
+    hopper_or_newer = arch not in ("sm_80", "sm_86", "sm_89")
+    capacity = window_capacity(geometry.window)
+    rule_warps = tile.rows // tile.rows_per_thread * tile.key_lanes // WARP
+    token_warps, value_warps = warp_roles(capacity, tile.rows, rule_warps)
     everything: dict[str, Any] = {
-        "capacity": window_capacity(geometry.window),
+        "capacity": capacity,
         "state_dtype": geometry.state_dtype,
         "conv_layout": geometry.conv_layout,
         "conv_weight_dtype": geometry.conv_weight_dtype,
@@ -58,13 +63,25 @@ def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Tra
         "rows": tile.rows,
         "rows_per_thread": tile.rows_per_thread,
         "key_lanes": tile.key_lanes,
-        # A state of many rows a CTA waits in shared memory, so that it occupies no registers while tokens are prepared.
-        "bulk_state": tile.rows >= 64 and geometry.alignment == 16 and has_bulk_copy,
+        "token_warps": token_warps,
+        "value_warps": value_warps,
+        # Tiles for many requests share an SM; those for few have it to themselves, while other SMs are idle.
+        "min_blocks": {128: 2, 64: 4}.get(tile.rows, 1),
+        "padding": _padding(tile.rows, arch),
+        "bulk_state": geometry.alignment == 16 and hopper_or_newer,
+        "pdl": hopper_or_newer,
     }
     ignored = {name: Traits.__dataclass_fields__[name].default for name in _IGNORED[kind] if name != "capacity"}
     if "capacity" in _IGNORED[kind]:
         ignored["capacity"] = 1
     return Traits(**(everything | ignored))
+
+
+def _padding(rows: int, arch: str) -> int:
+    """Half an SM's shared memory for tiles that are to be alone on theirs."""
+    if rows > 32:
+        return 0
+    return 52 * 1024 if arch in ("sm_86", "sm_89", "sm_120a") else 116 * 1024
 
 
 def make_spec(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> tuple[KernelKey, Callable[[], Any]]:

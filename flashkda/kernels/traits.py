@@ -22,8 +22,11 @@ class Traits:
     """Compile-time constants of one kernel.
 
     ``rows`` value rows a CTA, ``rows_per_thread`` and ``key_lanes`` of the delta rule; a head is split over
-    ``cluster`` CTAs. ``min_blocks`` CTAs must fit an SM (it caps the
-    registers). ``vector`` is the number of bf16 or fp32 elements of one access (4, or 1 where nothing is promised).
+    ``cluster`` CTAs. ``token_warps`` prepare q, k and gates, a token each at a time; ``value_warps`` behind them
+    prepare v, or all threads do where there are none. The rule runs on the first ``rule_threads``. ``min_blocks`` CTAs
+    must fit an SM, which caps the registers. ``bulk_state``: the state comes through shared memory by one bulk copy.
+    ``padding`` bytes of shared memory keep a second CTA off the SM.
+    ``vector`` is the number of bf16 or fp32 elements of one access: 4, or 1 where no alignment is promised.
     """
 
     capacity: int
@@ -43,8 +46,11 @@ class Traits:
     rows: int = HEAD_DIM
     rows_per_thread: int = 4
     key_lanes: int = 8
-    bulk_state: bool = False
+    token_warps: int = 4
+    value_warps: int = 0
     min_blocks: int = 1
+    padding: int = 0
+    bulk_state: bool = False
     pdl: bool = False
 
     @property
@@ -52,16 +58,26 @@ class Traits:
         return HEAD_DIM // self.rows
 
     @property
-    def threads(self) -> int:
+    def rule_threads(self) -> int:
         return self.rows // self.rows_per_thread * self.key_lanes
 
     @property
-    def warps(self) -> int:
-        return self.threads // WARP
+    def threads(self) -> int:
+        return max(self.rule_threads, (self.token_warps + self.value_warps) * WARP)
+
+    @property
+    def value_threads(self) -> int:
+        """Threads that prepare v: those behind the token warps, or all where no warps are set apart."""
+        return self.threads - (self.token_warps * WARP if self.value_warps else 0)
 
     @property
     def keys_per_thread(self) -> int:
         return HEAD_DIM // self.key_lanes
+
+    @property
+    def lean(self) -> bool:
+        """Whether the state alone takes so many registers that nothing else may be kept over the rule."""
+        return self.rows_per_thread * self.keys_per_thread >= 64
 
     @property
     def quads(self) -> int:
@@ -70,3 +86,18 @@ class Traits:
 
     def to_params(self) -> dict[str, object]:
         return asdict(self)
+
+
+def warp_roles(capacity: int, rows: int, rule_warps: int) -> tuple[int, int]:
+    """(token_warps, value_warps) of a tile.
+
+    A head that is split over many CTAs has an SM to itself, so it gets up to eight warps for the tokens and, where that
+    leaves enough registers a thread, more for v. A CTA with many rows uses what its rule leaves idle while tokens are
+    prepared.
+    """
+    value_items = capacity * rows // QUAD
+    if rows <= 32:
+        return min(capacity, 8), 0 if capacity > 8 else 1 if value_items <= WARP else 2
+    if rule_warps >= 2 * capacity:
+        return capacity, min(rule_warps - capacity, -(-value_items // WARP))
+    return min(capacity, rule_warps), 0

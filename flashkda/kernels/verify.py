@@ -27,9 +27,9 @@ from .delta_rule import DeltaRule
 from .epilogue import Epilogue
 from .memory import at
 from .numerics import select
-from .prologue import Place, Prologue, token_store
-from .traits import HEAD_DIM, WARP, Traits
-from .window import history_column, record_row, request_window, zero_rows
+from .prologue import STASH, Prologue, here, stash, stashed, token_store
+from .traits import HEAD_DIM, QUAD, Traits
+from .window import read_metadata, request_window, zero_rows
 
 _STATE_BARRIER, _NORM_BARRIER, _BARRIERS = 0, 1, 2
 
@@ -83,7 +83,6 @@ class Verify:
         key_gate: cute.Tensor,
     ):
         traits = self.traits
-        tid, _, _ = cute.arch.thread_idx()
         rank, head, n = cute.arch.block_idx()
         requests = Int32(state_indices.shape[0])
         window = Int32(corrections.shape[2])
@@ -93,56 +92,47 @@ class Verify:
         shared = token_store(allocator, traits.capacity)
         # v of the window's tokens, which the rule replaces by their u; behind them o, before its rounding to bf16.
         results = memory.shared_array(allocator, Float32, 2 * traits.capacity * traits.rows)
+        factors = results
+        if cutlass.const_expr(self.epilogue.norm):
+            factors = memory.shared_array(allocator, Float32, traits.capacity * traits.rows)
         partials = memory.shared_array(allocator, Float32, traits.capacity * traits.cluster)
         barriers = memory.shared_array(allocator, Int64, _BARRIERS)
+        kept = memory.shared_array(allocator, Int64, STASH)
+        if cutlass.const_expr(traits.padding > 0):
+            memory.shared_array(allocator, Int64, traits.padding // 8)
         staged = None
         if cutlass.const_expr(traits.bulk_state):
             staged = memory.shared_array(allocator, state.element_type, traits.rows * HEAD_DIM, 128)
 
         if cutlass.const_expr(traits.pdl):
             memory.wait_for_predecessor()
-        request = request_window(traits, n, window, query_start_loc, state_indices, state.shape[0], total_rows)
-        record = record_row(traits, n, request.slot, record_indices)
-        padding = query_start_loc[requests]
-        column = Int32(0)
-        live = request.live & (record >= Int64(0)) & (record < Int64(corrections.shape[0]))
+        # The metadata first: everything else of the request waits for it.
+        metadata = read_metadata(traits, n, requests, query_start_loc, state_indices, num_accepted, record_indices)
+        place = here(traits, cute.arch.thread_idx()[0], head, rank, Int32(state.shape[1]) * HEAD_DIM, window)
+        slots = state.shape[0]
         if cutlass.const_expr(self.fuse):
-            column = history_column(traits, n, window, num_accepted)
-            live = live & (request.slot < Int64(conv_state.shape[0]))
-
-        lane = tid % WARP
-        place = Place(
-            head=head,
-            rank=rank,
-            row0=rank * traits.rows,
-            tid=tid,
-            warp=tid // WARP,
-            lane=lane,
-            key_lane=lane & (traits.key_lanes - 1),
-            local_row=tid // traits.key_lanes * traits.rows_per_thread,
-            channels=Int32(state.shape[1]) * HEAD_DIM,
-            window=window,
-            record=record,
-        )
-        if live & (request.length > 0):
-            self.verify(
-                request, place, column, shared, results, partials, barriers, staged,
-                mixed_qkv, conv_weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state, output_gate, norm_weight,
-                out, corrections, key_gate,
-            )  # fmt: skip
-        zero = (place.row0, tid, traits.rows, traits.threads, traits.vector)
-        if not live:
-            end = request.start + request.length
-            zero_rows(out, head, request.start, end, Int32(1), *zero)
+            slots = memory.minimum(Int32(slots), Int32(conv_state.shape[0]))
+        if cutlass.const_expr(not traits.lean):
+            self.prologue.prefetch_constants(place, conv_weight, dt_bias)
+        request = request_window(traits, metadata, window, total_rows, slots, corrections.shape[0])
+        zero = (place.row0, place.tid, traits.rows, traits.threads, traits.vector)
         # Rows past the last request belong to nobody; the requests share them out.
-        zero_rows(out, head, padding + n, total_rows, requests, *zero)
+        zero_rows(out, head, metadata.padding + n, total_rows, requests, *zero)
+        if not request.live:
+            zero_rows(out, head, request.start, request.start + request.length, Int32(1), *zero)
+        if request.live & (request.length > 0):
+            self.verify(
+                request, place, shared, results, factors, partials, barriers, kept, staged,
+                mixed_qkv, conv_weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state, output_gate,
+                norm_weight, out, corrections, key_gate,
+            )  # fmt: skip
 
     @cute.jit
     def verify(
-        self, request: cutlass.Constexpr, place: cutlass.Constexpr, column,
-        shared: cutlass.Constexpr, results, partials, barriers, staged,
-        mixed_qkv, conv_weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state, output_gate, norm_weight,
-        out, corrections, key_gate,
+        self, request: cutlass.Constexpr, place: cutlass.Constexpr,
+        shared: cutlass.Constexpr, results, factors, partials, barriers, kept, staged,
+        mixed_qkv, conv_weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state, output_gate,
+        norm_weight, out, corrections, key_gate,
     ):  # fmt: skip
         """Phases 1 to 4 for a live request."""
         traits, rule, prologue, epilogue = self.traits, self.rule, self.prologue, self.epilogue
@@ -159,14 +149,46 @@ class Verify:
                     bytes_ = traits.rows * HEAD_DIM * state.element_type.width // 8
                     cute.arch.mbarrier_arrive_and_expect_tx(barriers + _STATE_BARRIER, bytes_)
                     memory.bulk_copy_to_shared(staged, source, bytes_, barriers + _STATE_BARRIER)
-        inputs, output_fragments = prologue.fragments(), epilogue.fragments()
-        prologue.load(inputs, request, place, column, mixed_qkv, conv_state, raw_gate, raw_beta)
-        epilogue.load(output_fragments, request, place, output_gate, norm_weight)
+        weight_type = Float32
+        if cutlass.const_expr(self.fuse):
+            weight_type = conv_weight.element_type
+        inputs, constants = prologue.inputs(prologue.token_passes, 2), prologue.constants(weight_type, 2)
+        value_inputs, value_constants, finals = None, None, epilogue.fragments()
+        if cutlass.const_expr(not prologue.roles):
+            value_inputs = prologue.inputs(prologue.value_passes, 1)
+            value_constants = prologue.constants(weight_type, 1)
+        if cutlass.const_expr(not traits.lean):
+            for i in cutlass.range_constexpr(prologue.token_passes):
+                prologue.load_token(inputs, request, place, i, mixed_qkv, conv_state, raw_gate, raw_beta)
+            prologue.load_constants(constants, place, conv_weight, A_log, dt_bias)
+            if cutlass.const_expr(not prologue.roles):
+                for i in cutlass.range_constexpr(prologue.value_passes):
+                    prologue.load_value(value_inputs, request, place, i, mixed_qkv, conv_state)
+                prologue.load_value_constants(value_constants, place, conv_weight)
+        epilogue.load_constants(finals, place, norm_weight)
+        epilogue.load(finals, request, place, output_gate)
         if cutlass.const_expr(not traits.bulk_state):
-            rule.load_state(fragment, source + place.local_row * HEAD_DIM, place.key_lane, traits.vector)
+            if place.tid < traits.rule_threads:
+                self.rule.load_state(fragment, source + place.local_row * HEAD_DIM, place.key_lane, traits.vector)
 
         # ---- 2. prepare the tokens
-        prologue.prepare(inputs, request, place, shared, results, conv_weight, A_log, dt_bias, key_gate)
+        if cutlass.const_expr(traits.lean):
+            prologue.load_constants(constants, place, conv_weight, A_log, dt_bias)
+        for i in cutlass.range_constexpr(prologue.token_passes):
+            if cutlass.const_expr(traits.lean):
+                prologue.load_token(inputs, request, place, i, mixed_qkv, conv_state, raw_gate, raw_beta)
+            prologue.prepare_token(inputs, constants, request, place, i, shared, results, key_gate)
+        if cutlass.const_expr(not prologue.roles):
+            if cutlass.const_expr(traits.lean):
+                prologue.load_value_constants(value_constants, place, conv_weight)
+            for i in cutlass.range_constexpr(prologue.value_passes):
+                if cutlass.const_expr(traits.lean):
+                    prologue.load_value(value_inputs, request, place, i, mixed_qkv, conv_state)
+                prologue.prepare_value(value_inputs, value_constants, place, i, results)
+        epilogue.prepare(finals, place, factors)
+        if cutlass.const_expr(traits.lean):
+            if place.tid == 0:
+                stash(kept, request, place)
         if cutlass.const_expr(self.clustered):
             # The taps have been consumed; nothing else is published here, so the arrival can be relaxed.
             cute.arch.cluster_arrive_relaxed()
@@ -174,43 +196,59 @@ class Verify:
         if cutlass.const_expr(epilogue.messages):
             if place.tid == 0:
                 self.epilogue.expect(request, place, barriers + _NORM_BARRIER)
-        if cutlass.const_expr(self.fuse and not self.clustered):
-            prologue.roll_windows(inputs, request, place, conv_state)
+        if cutlass.const_expr(self.clustered and traits.lean):
+            cute.arch.cluster_wait()
+        if cutlass.const_expr(self.fuse and (traits.lean or not self.clustered)):
+            prologue.roll_windows(inputs, value_inputs, request, place, mixed_qkv, conv_state)
         if cutlass.const_expr(traits.bulk_state):
             cute.arch.mbarrier_wait(barriers + _STATE_BARRIER, 0)
-            rule.load_state(fragment, staged + place.local_row * HEAD_DIM, place.key_lane, traits.vector)
         if cutlass.const_expr(traits.pdl):
             memory.launch_dependents()
 
         # ---- 3. the rule
-        value_row = place.local_row + rule.own_row(place.key_lane)
-        behind = Int32(traits.capacity * traits.rows)
-        result_row = value_row + select(rule.finishes_output(place.key_lane), behind, Int32(0))
-        for token in cutlass.range(request.length, unroll=1):
-            key, query, decay = (
-                self.rule.load_keys(array, token, place.key_lane)
-                for array in (shared.key, shared.query, shared.decay)
-            )
-            result = self.rule.step(
-                fragment, key, query, decay, (results + (token * traits.rows + value_row)).load(),
-                (shared.beta + token).load(), (shared.key_dot_query + token).load(), place.lane,
-            )  # fmt: skip
-            # Lanes that finish the same number store equal words to one place: no predicate, no branch.
-            (results + (token * traits.rows + result_row)).store(result)
+        if place.tid < traits.rule_threads:
+            if cutlass.const_expr(traits.bulk_state):
+                self.rule.load_state(fragment, staged + place.local_row * HEAD_DIM, place.key_lane, QUAD)
+            self.run_rule(fragment, request, place, shared, results)
         cute.arch.sync_threads()
+        if cutlass.const_expr(traits.lean):
+            # Read back rather than kept: over the rule every register is the state's.
+            request, place = stashed(traits, kept, request, place)
 
         # ---- 4. corrections, norm, output
-        if cutlass.const_expr(self.clustered):
+        if cutlass.const_expr(self.clustered and not traits.lean):
             cute.arch.cluster_wait()
         sums = cute.make_rmem_tensor(epilogue.passes, Float32)
         if cutlass.const_expr(epilogue.norm):
             epilogue.sum_squares(sums, request, place, results, partials, barriers + _NORM_BARRIER)
         epilogue.store_corrections(request, place, results, corrections)
-        if cutlass.const_expr(self.clustered):
-            prologue.roll_windows(inputs, request, place, conv_state)
+        if cutlass.const_expr(self.clustered and not traits.lean):
+            prologue.roll_windows(inputs, value_inputs, request, place, mixed_qkv, conv_state)
         if cutlass.const_expr(epilogue.messages):
             cute.arch.mbarrier_wait(barriers + _NORM_BARRIER, 0)
-        epilogue.store_output(sums, output_fragments, request, place, results, partials, out)
+        epilogue.store_output(sums, factors, request, place, results, partials, out)
+
+    @cute.jit
+    def run_rule(
+        self, fragment: cute.Tensor, request: cutlass.Constexpr, place: cutlass.Constexpr, shared: cutlass.Constexpr,
+        results,
+    ):  # fmt: skip
+        """The tokens one after another; each leaves u in place of its v, and o behind."""
+        traits = self.traits
+        value_row = place.local_row + self.rule.own_row(place.key_lane)
+        behind = Int32(traits.capacity * traits.rows)
+        result_row = value_row + select(self.rule.finishes_output(place.key_lane), behind, Int32(0))
+        operands = self.rule.operands()
+        self.rule.load_operands(operands, shared, Int32(0), place.key_lane)
+        # Known to be the same for a warp, the count of tokens costs no register a thread.
+        length = cute.arch.make_warp_uniform(request.length)
+        for token in cutlass.range(length, unroll=1):
+            value = (results + (token * traits.rows + value_row)).load()
+            result = self.rule.step(
+                fragment, operands, shared, token, memory.minimum(token + 1, length - 1), value, place.key_lane
+            )
+            # Lanes that finish the same number store equal words to one place: no predicate, no branch.
+            (results + (token * traits.rows + result_row)).store(result)
 
 
 class FusedVerify(Verify):

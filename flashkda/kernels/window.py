@@ -14,12 +14,26 @@ from .numerics import select
 from .traits import HEAD_DIM, QUAD, Traits
 
 
+class Metadata(NamedTuple):
+    """A request's entries as they stand in memory."""
+
+    first: Int32
+    end: Int32
+    padding: Int32
+    slot: Int64
+    num_accepted: Int32
+    record: Int64
+
+
 class Window(NamedTuple):
-    """Rows ``start .. start+length`` of request n, its state ``slot``; ``live`` is false for a null request."""
+    """Rows ``start .. start+length`` of a request, its state ``slot`` and ``record`` row, the first ``column`` of its
+    conv history; ``live`` is false for a null request."""
 
     start: Int32
     length: Int32
     slot: Int64
+    record: Int64
+    column: Int32
     live: cutlass.Boolean
 
 
@@ -28,34 +42,40 @@ def _clamp(x, low, high):
     return select(x > high, high, x)
 
 
-def request_window(traits: Traits, n, window, query_start_loc, state_indices, slots, total_rows) -> Window:
-    """Reads the metadata of request ``n``.
+def read_metadata(
+    traits: Traits, n, requests, query_start_loc, state_indices, num_accepted=None, record_indices=None
+) -> Metadata:
+    """Issues the loads of request ``n``'s metadata and of the first row that belongs to no request."""
 
-    Lengths are clamped to the window and rows to the tensors, and a slot outside the pool counts as null, so that a
-    broken entry can spoil its own request only.
+    def index(tensor):
+        return Int64(at(tensor, Int64(n) * tensor.stride[0]).load())
+
+    slot = index(state_indices)
+    record = {"slot": slot, "request": Int64(n)}.get(traits.records)
+    return Metadata(
+        first=query_start_loc[n],
+        end=query_start_loc[n + 1],
+        padding=query_start_loc[requests],
+        slot=slot,
+        num_accepted=num_accepted[n] if num_accepted is not None else Int32(1),
+        record=index(record_indices) if record is None and record_indices is not None else record,
+    )
+
+
+def request_window(traits: Traits, metadata: Metadata, window, total_rows, slots, records=None) -> Window:
+    """The request's window. ``slots`` is the smaller pool's size, ``records`` the number of record rows.
+
+    Lengths are clamped to the window T, rows to the tensors, and the history starts at clamp(num_accepted, 1, T) - 1. A
+    slot or record outside its pool counts as null. So a broken entry can spoil its own request only.
     """
-    start = _clamp(query_start_loc[n], Int32(0), total_rows)
-    end = _clamp(query_start_loc[n + 1], start, total_rows)
-    length = select(end - start > window, window, end - start)
-    slot = Int64(at(state_indices, Int64(n) * state_indices.stride[0]).load())
-    live = (slot > Int64(traits.null_slot)) & (slot < Int64(slots))
-    return Window(start, length, slot, live)
-
-
-def record_row(traits: Traits, n, slot, record_indices):
-    """Row of corrections and key_gate: by the geometry the slot, the request's number, or an index tensor."""
-    if traits.records == "slot":
-        return slot
-    if traits.records == "request":
-        return Int64(n)
-    return Int64(at(record_indices, Int64(n) * record_indices.stride[0]).load())
-
-
-def history_column(traits: Traits, n, window, num_accepted):
-    """First column of the conv history: clamp(num_accepted, 1, T) - 1, or 0 where no count is kept."""
-    if not traits.has_num_accepted:
-        return Int32(0)
-    return _clamp(num_accepted[n], Int32(1), window) - 1
+    start = _clamp(metadata.first, Int32(0), total_rows)
+    length = _clamp(metadata.end, start, total_rows) - start
+    length = select(length > window, window, length)
+    live = (metadata.slot > Int64(traits.null_slot)) & (metadata.slot < Int64(slots))
+    if records is not None:
+        live = live & (metadata.record >= Int64(0)) & (metadata.record < Int64(records))
+    column = _clamp(metadata.num_accepted, Int32(1), window) - 1
+    return Window(start, length, metadata.slot, metadata.record, column, live)
 
 
 @cute.jit

@@ -7,7 +7,8 @@ launches of their own. A `VerifyLayer` holds a conv and a record binding as an e
 from the two, again whenever one is replaced.
 
 A binding keeps the tensor objects it was given. A pool that is allocated anew needs a new binding, and a CUDA graph
-that was captured with the old one needs a new capture.
+that was captured with the old one needs a new capture. Storage that is swapped under a tensor (`parameter.data = ...`)
+is used as it then is, unvalidated but for debug checks.
 """
 
 from __future__ import annotations
@@ -150,8 +151,9 @@ class VerifyLayer:
                 missing = "conv" if self._conv is None else "record"
                 raise NotPreparedError(f"a VerifyLayer has no {missing} binding; set layer.{missing} first")
             conv, record = self._conv.tensors, self._record.tensors
-            for name in conv.keys() & record.keys():
-                _check_same(name, conv[name], record[name])
+            for name in conv:
+                if name in record:
+                    _check_same(name, conv[name], record[name])
             self._verify = VerifyBinding(self.plan, {**conv, **record}, check_metadata=self._check_metadata)
         return self._verify
 

@@ -126,14 +126,15 @@ def validate(plan: Plan, names: Iterable[str], written: Iterable[str], tensors: 
     geometry = plan.geometry
     names = tuple(names)
     if "o" in names and "output_gate" in names and not geometry.norm:
-        raise TensorError("output_gate", "a geometry that has a norm", "one with norm=False", _WANTED["output_gate"])
+        raise TensorError("output_gate", "a geometry with norm=True", "norm=False", "make the geometry with norm=True")
     for name, tensor in tensors.items():
         if name not in names and (tensor is not None or name not in SPECS):
             raise TensorError(
                 name, f"one of {', '.join(names)}", "an unknown name", "remove it or correct its spelling"
             )
         if tensor is not None and not is_used(geometry, name):
-            raise TensorError(name, "None by this geometry", _text(tensor), _WANTED[name])
+            hint = f"leave it out, or make the geometry with {_WITH_AND_WITHOUT[name][0]}"
+            raise TensorError(name, "None by this geometry", f"a tensor of shape {list(tensor.shape)}", hint)
     used = {name: _present(name, tensors.get(name)) for name in names if is_used(geometry, name)}
     # What most tensors have is taken as right: the one that differs is then the one named as wrong.
     sizes = Sizes(_common_size(used, ROWS), _common_size(used, REQUESTS))
@@ -199,16 +200,13 @@ def check_tensor(
 
 
 _UNALIGNED = "copy it to aligned memory, or make the geometry with alignment=2"
-_WANTED = {
-    "num_accepted": "make the geometry with has_num_accepted=True to give it",
-    "record_indices": "make the geometry with records='indices' to give it",
-    "output_gate": "make the geometry with norm=True to give it",
-    "norm_weight": "make the geometry with norm=True to give it",
+# The geometry that has an optional tensor, and the one that has it not.
+_WITH_AND_WITHOUT = {
+    "num_accepted": ("has_num_accepted=True", "has_num_accepted=False"),
+    "record_indices": ("records='indices'", "records='slot' or records='request'"),
+    "output_gate": ("norm=True", "norm=False"),
+    "norm_weight": ("norm=True", "norm=False"),
 }
-
-
-def _text(tensor: torch.Tensor) -> str:
-    return f"a tensor of shape {list(tensor.shape)}"
 
 
 def _unit(name: str) -> str:
@@ -217,11 +215,10 @@ def _unit(name: str) -> str:
 
 def _present(name: str, tensor: object) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
-        found = "nothing" if tensor is None else type(tensor).__name__
-        hint = _WANTED[name].replace("=True to give", "=False to leave out") if name in _WANTED else f"give {name}=..."
-        if name == "record_indices":
-            hint = "give it, or make the geometry with records='slot' or 'request'"
-        raise TensorError(name, "a torch.Tensor", found, hint)
+        hint = f"give {name}=..."
+        if name in _WITH_AND_WITHOUT:
+            hint += f", or make the geometry with {_WITH_AND_WITHOUT[name][1]}"
+        raise TensorError(name, "a torch.Tensor", "nothing" if tensor is None else type(tensor).__name__, hint)
     return tensor
 
 

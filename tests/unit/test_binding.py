@@ -61,7 +61,7 @@ def test_the_norm_alone() -> None:
     reference.gated_rms_norm(FULL, o=o, **pick(case, names), out=wanted)
     plan.bind_gated_rms_norm(o=o, **pick(case, names), out=case["out"]).run()
     assert torch.equal(case["out"], wanted)
-    with pytest.raises(TensorError, match="output_gate: expected a geometry that has a norm"):
+    with pytest.raises(TensorError, match="output_gate: expected a geometry with norm=True"):
         reference_plan(BARE).bind_gated_rms_norm(o=o, query_start_loc=case["query_start_loc"], out=case["out"])
 
 

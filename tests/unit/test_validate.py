@@ -65,7 +65,6 @@ def breakages() -> list[Any]:
             (name, "a list", lambda t: t.tolist()),
             (name, "dtype", partial(Tensor.to, dtype=other)),
             (name, "device", lambda t: torch.empty_like(t, device="meta")),
-            (name, "sparse", lambda t: torch.zeros(t.shape, dtype=t.dtype).to_sparse()),
             (name, "one dimension more", lambda t: t[None]),
             (name, "a scalar", lambda t: t.new_zeros(())),
         ]
@@ -97,6 +96,13 @@ def test_a_broken_tensor_is_named_and_nothing_is_written(name: str, broken: Call
     assert caught.value.argument == name
     assert str(caught.value).startswith(f"{name}: expected ") and caught.value.hint
     assert_same_bits(arena_bits(case), before)
+
+
+def test_a_sparse_tensor_is_refused() -> None:
+    case = case_of()
+    sparse = torch.zeros(case["raw_beta"].shape, dtype=torch.bfloat16).to_sparse()
+    with pytest.raises(TensorError, match="raw_beta: expected a strided tensor"):
+        reference_plan(FULL).bind(**{**case.tensors, "raw_beta": sparse})
 
 
 def sharing_memory(case: Case, name: str, other: str) -> dict[str, Tensor]:

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels are compiled and looked at: kind x tile x geometry x architecture. Needs neither the DSL nor a GPU.
+
+``quick_cases`` is what every run compiles: the widest geometry that engines have, with every tile on every architecture
+of the fused path, and each tile with every second row of the table, the architectures in turn, so that two neighbours
+in the list of tiles meet all rows. ``full_cases`` (pytest tests/compile --compile=full) is every row with every tile on
+every architecture.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from flashkda.capability import ARCHITECTURES
+from flashkda.geometry import VerifyGeometry, preset
+from flashkda.kernels.specs import KINDS, make_spec
+from flashkda.planner import TILES, Tile
+
+CLUSTER_ARCHS = ("sm_90a", "sm_100a", "sm_120a")
+# The same code as sm_100a but for its name: one kernel of each kind.
+SIBLING_ARCH = "sm_103a"
+DECOMPOSED_ARCHS = ("sm_80", "sm_89")
+TILED_KINDS = ("record", "fused_verify")
+
+FACTORS = (
+    "window", "state_dtype", "alignment", "gate", "conv_layout", "norm", "has_num_accepted", "records", "index_dtype",
+    "conv_weight_dtype", "norm_weight_dtype", "null_slot",
+)  # fmt: skip
+
+# Every two options meet in some row, in all their combinations (test_shared_formulas.py).
+ROWS: tuple[tuple[Any, ...], ...] = (
+    (1, "float32", 2, "softplus", "SD", False, False, "slot", "int32", "float32", "float32", -1),
+    (1, "bfloat16", 2, "bounded", "SD", True, False, "request", "int64", "bfloat16", "bfloat16", 0),
+    (1, "bfloat16", 16, "softplus", "DS", False, True, "indices", "int32", "float32", "float32", 0),
+    (4, "float32", 16, "softplus", "DS", True, True, "slot", "int64", "float32", "bfloat16", -1),
+    (4, "bfloat16", 2, "bounded", "SD", False, False, "request", "int32", "float32", "bfloat16", 0),
+    (4, "float32", 2, "bounded", "SD", True, True, "indices", "int64", "bfloat16", "float32", -1),
+    (8, "bfloat16", 2, "softplus", "SD", False, True, "slot", "int64", "bfloat16", "float32", -1),
+    (8, "bfloat16", 2, "bounded", "SD", True, True, "request", "int32", "float32", "bfloat16", 0),
+    (8, "float32", 16, "bounded", "DS", True, False, "indices", "int64", "bfloat16", "bfloat16", -1),
+    (16, "bfloat16", 2, "bounded", "DS", True, True, "slot", "int32", "bfloat16", "float32", 0),
+    (16, "float32", 16, "softplus", "DS", False, True, "request", "int64", "float32", "float32", -1),
+    (16, "float32", 16, "softplus", "SD", True, False, "indices", "int64", "bfloat16", "bfloat16", 0),
+)
+
+
+def row_geometry(row: tuple[Any, ...]) -> VerifyGeometry:
+    """The geometry of a row of the table, at 12 heads."""
+    values = dict(zip(FACTORS, row, strict=True))
+    return VerifyGeometry(heads=12, lower_bound=-5.0 if values["gate"] == "bounded" else None, **values)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to compile."""
+
+    kind: str
+    geometry: VerifyGeometry
+    tile: Tile
+    arch: str
+    label: str
+
+    @property
+    def id(self) -> str:
+        tile = ["x".join(str(value) for value in astuple(self.tile))] if self.kind in TILED_KINDS else []
+        return "-".join([self.kind, *tile, self.label, self.arch])
+
+    @property
+    def spec(self) -> tuple[Any, tuple[Any, ...]]:
+        """Module-level function and arguments that give key and recipe; picklable."""
+        return make_spec, (self.kind, self.geometry, self.tile, self.arch)
+
+
+_TABLE = tuple((f"row{i}_t{row[0]}", row_geometry(row)) for i, row in enumerate(ROWS))
+_ENGINE = {window: (f"k3_t{window}", preset("kimi-k3", tp=8, window=window)) for window in (4, 8, 16)}
+
+
+def _case(kind: str, tile: Tile, arch: str, named: tuple[str, VerifyGeometry]) -> Case:
+    return Case(kind, named[1], tile, arch, named[0])
+
+
+def _unique(cases: Iterable[Case]) -> tuple[Case, ...]:
+    """One case a kernel: geometries and tiles that share its code are one."""
+    found: dict[Any, Case] = {}
+    for case in cases:
+        # Without a norm the decomposed path has two launches.
+        if case.kind != "gated_rms_norm" or case.geometry.norm:
+            found.setdefault(make_spec(*case.spec[1])[0], case)
+    return tuple(found.values())
+
+
+def _quick() -> Iterator[Case]:
+    turns = len(CLUSTER_ARCHS)
+    for t, tile in enumerate(TILES):
+        for kind, window in (("fused_verify", 8), ("fused_verify", 16), ("record", 16)):
+            yield _case(kind, tile, "sm_90a", _ENGINE[window])
+        yield from (_case("fused_verify", tile, arch, _ENGINE[16]) for arch in CLUSTER_ARCHS)
+        # Every second row, which has all windows.
+        for i, named in list(enumerate(_TABLE))[t % 2 :: 2]:
+            yield _case("fused_verify", tile, CLUSTER_ARCHS[(i + t) % turns], named)
+            if i % 4 == t % 4:
+                yield _case("record", tile, CLUSTER_ARCHS[(i + t + 1) % turns], named)
+        yield _case("record", tile, DECOMPOSED_ARCHS[t % len(DECOMPOSED_ARCHS)], _TABLE[-1])
+    for i, named in enumerate(_TABLE):
+        kind = ("short_conv", "gated_rms_norm")[i % 2]
+        yield _case(kind, TILES[0], CLUSTER_ARCHS[i // 2 % turns], named)
+    for i, arch in enumerate(DECOMPOSED_ARCHS):
+        for kind in ("short_conv", "gated_rms_norm"):
+            yield _case(kind, TILES[0], arch, _TABLE[-1 - 2 * i])
+    for kind in KINDS:
+        yield _case(kind, TILES[-1], SIBLING_ARCH, _ENGINE[16])
+
+
+def _full() -> Iterator[Case]:
+    for arch, info in ARCHITECTURES.items():
+        for kind in KINDS:
+            if kind == "fused_verify" and not info.cluster:
+                continue
+            for tile in TILES:
+                for named in (*_TABLE, *_ENGINE.values()):
+                    yield _case(kind, tile, arch, named)
+
+
+@functools.cache
+def quick_cases() -> tuple[Case, ...]:
+    """What every run compiles."""
+    return _unique(_quick())
+
+
+@functools.cache
+def full_cases() -> tuple[Case, ...]:
+    """Every row with every tile on every architecture."""
+    return _unique((*_quick(), *_full()))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Render benchmarks/results/*.json as the tables of README.md, between its two comments.
+
+    python tools/readme_table.py           print the tables
+    python tools/readme_table.py --write   put them into README.md
+
+A result file is a list of rows, or an object that holds it as "rows" and may name its "gpu". A row has impl, N, T, H,
+state_dtype and us_per_layer; other keys are left alone. Numbers reach README.md no other way: a test compares the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+NOTHING = "No results are kept here yet: `make bench` on a GPU writes `benchmarks/results/<gpu>.json`."
+_ROOT = Path(__file__).parent.parent
+_FUSED, _DECOMPOSED = "flashkda-fused", "flashkda-decomposed"
+_NAMES = {
+    _FUSED: "one launch",
+    _DECOMPOSED: "three launches",
+    "floor-empty": "floor: an empty launch",
+    "floor-state-read": "floor: one read of the state",
+}
+
+Row = Mapping[str, Any]
+
+
+def render(folder: Path) -> str:
+    """The Markdown of all result files in ``folder``. Raises KeyError or ValueError for a file of another form."""
+    tables = [table for path in sorted(folder.glob("*.json")) for table in file_tables(path)]
+    return "\n\n".join(tables) or NOTHING
+
+
+def file_tables(path: Path) -> Iterator[str]:
+    """A table for each number of heads and each dtype of the state."""
+    content = json.loads(path.read_text())
+    rows: Sequence[Row] = content if isinstance(content, list) else content["rows"]
+    gpu = "" if isinstance(content, list) else content.get("gpu", "")
+    for heads, dtype in dict.fromkeys((row["H"], row["state_dtype"]) for row in rows):
+        what = ", ".join(filter(None, [gpu, f"{heads} heads", f"{dtype} state"]))
+        caption = f"Microseconds a layer: {what} (`benchmarks/results/{path.name}`)"
+        yield f"{caption}\n\n" + table([row for row in rows if (row["H"], row["state_dtype"]) == (heads, dtype)])
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Implementations by points (N, T). A point that an implementation lacks is a dash."""
+    points = sorted({(row["N"], row["T"]) for row in rows})
+    times: dict[str, dict[tuple[int, int], float]] = {}
+    for row in rows:
+        of_impl = times.setdefault(row["impl"], {})
+        if (row["N"], row["T"]) in of_impl:
+            raise ValueError(f"{row['impl']} has N{row['N']} T{row['T']} twice")
+        of_impl[row["N"], row["T"]] = float(row["us_per_layer"])
+    names = [*(name for name in _NAMES if name in times), *(name for name in times if name not in _NAMES)]
+
+    def line(first: str, numbers: Mapping[tuple[int, int], float]) -> str:
+        return f"| {' | '.join([first, *(f'{numbers[p]:.2f}' if p in numbers else '-' for p in points)])} |"
+
+    lines = [f"| | {' | '.join(f'N{n} T{t}' for n, t in points)} |", "|---" * (len(points) + 1) + "|"]
+    lines += [line(_NAMES.get(name, name), times[name]) for name in names]
+    if _FUSED in times and _DECOMPOSED in times:
+        one, three = times[_FUSED], times[_DECOMPOSED]
+        both = one.keys() & three.keys()
+        lines.append(line("three / one", {point: three[point] / one[point] for point in both}))
+    return "\n".join(lines)
+
+
+def replace(text: str, tables: str) -> str:
+    """``text`` with the tables between its comments. Raises ValueError where it has not exactly one pair."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in after or END in after:
+        raise ValueError(f"expected one {BEGIN} and one {END} behind it")
+    return f"{before}{BEGIN}\n{tables}\n{END}{after}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print or write; the exit status."""
+    parser = argparse.ArgumentParser(description="Tables of benchmarks/results/*.json for README.md")
+    parser.add_argument("--write", action="store_true", help="put them into README.md")
+    tables = render(_ROOT / "benchmarks" / "results")
+    if parser.parse_args(arguments).write:
+        readme = _ROOT / "README.md"
+        readme.write_text(replace(readme.read_text(), tables))
+    else:
+        print(tables)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
