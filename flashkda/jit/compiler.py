@@ -21,7 +21,7 @@ from flashkda.errors import KernelBuildError
 from flashkda.jit.key import KernelKey
 from flashkda.jit.resources import (
     Resources,
-    cubin_arch,
+    cubin_number,
     cubin_sass,
     cubin_usage,
     dynamic_shared_bytes,
@@ -82,8 +82,8 @@ def inspect_kernel(key: KernelKey, make: Make, *, sass: bool = False) -> Resourc
 
 def check_object(key: KernelKey, binary: bytes) -> None:
     """Raises KernelBuildError unless the object holds GPU code, all of it for the key's architecture."""
-    found = {cubin_arch(cubin) for cubin in embedded_cubins(binary)}
-    if found != {key.arch}:
+    found = {f"sm_{cubin_number(cubin)}" for cubin in embedded_cubins(binary)}
+    if found != {key.arch.rstrip("af")}:
         raise KernelBuildError(f"object of {key}: expected code for {key.arch}, found {sorted(found) or 'none'}")
 
 

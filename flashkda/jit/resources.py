@@ -20,8 +20,9 @@ from flashkda.errors import KernelBuildError
 
 _ELF64 = b"\x7fELF\x02\x01"
 _MACHINE_CUDA = 190
-# (ABI version, offset of the architecture's number in e_flags, bit of the architecture-specific "a" features).
-_FLAGS = {7: (0, 0x800), 8: (8, 0x8)}
+# ABI version: offset of the architecture's number in e_flags. (Toolkits disagree about the bit of the "a" features, and
+# CUDA 13's sets none for sm_90a, so only the number is read.)
+_NUMBER = {7: 0, 8: 8}
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,12 @@ def embedded_cubins(binary: bytes) -> list[bytes]:
     return cubins
 
 
-def cubin_arch(cubin: bytes) -> str:
-    """Architecture ("sm_90a") that the machine code is for. Raises KernelBuildError for an unknown layout."""
-    if len(cubin) < 64 or not cubin.startswith(_ELF64) or cubin[8] not in _FLAGS:
-        raise KernelBuildError(f"GPU code: expected an ELF file of ABI {sorted(_FLAGS)}, found {cubin[:9]!r}")
-    shift, specific = _FLAGS[cubin[8]]
-    flags = struct.unpack_from("<I", cubin, 48)[0]
-    return f"sm_{flags >> shift & 0xFF}{'a' if flags & specific else ''}"
+def cubin_number(cubin: bytes) -> int:
+    """Number of the architecture (90 of "sm_90a") that the machine code is for. Raises KernelBuildError for an unknown
+    layout."""
+    if len(cubin) < 64 or not cubin.startswith(_ELF64) or cubin[8] not in _NUMBER:
+        raise KernelBuildError(f"GPU code: expected an ELF file of ABI {sorted(_NUMBER)}, found {cubin[:9]!r}")
+    return int(struct.unpack_from("<I", cubin, 48)[0] >> _NUMBER[cubin[8]] & 0xFF)
 
 
 def cubin_usage(cubin: bytes) -> CubinUsage:

@@ -124,6 +124,10 @@ class Prologue:
     def prepares_tokens(self, place: Place):
         return place.warp < self.traits.token_warps
 
+    def _has_work(self, place: Place):
+        """False for warps that only run the rule."""
+        return place.warp < self.traits.token_warps + self.traits.value_warps
+
     def _value_item(self, place: Place):
         return place.tid - (self.traits.token_warps * WARP if self.roles else 0)
 
@@ -189,12 +193,14 @@ class Prologue:
     def load_constants(self, constants: cutlass.Constexpr, place: cutlass.Constexpr, conv_weight, A_log, dt_bias):
         """Issues the loads that belong to no token."""
         vector = self.traits.vector
-        constants.rate[0] = A_log[place.head]
-        copy_in(constants.bias, at(dt_bias, place.head * HEAD_DIM + place.lane * QUAD), QUAD, vector)
         if cutlass.const_expr(self.fuse):
-            for stream in cutlass.range_constexpr(2):
-                pointer = at(conv_weight, self._channel(place, stream) * TAPS)
-                copy_in(constants.weights[stream], pointer, QUAD * TAPS, vector)
+            if self._has_work(place):
+                copy_in(constants.weights[0], at(conv_weight, self._channel(place, 0) * TAPS), QUAD * TAPS, vector)
+        if self.prepares_tokens(place):
+            constants.rate[0] = A_log[place.head]
+            copy_in(constants.bias, at(dt_bias, place.head * HEAD_DIM + place.lane * QUAD), QUAD, vector)
+            if cutlass.const_expr(self.fuse):
+                copy_in(constants.weights[1], at(conv_weight, self._channel(place, 1) * TAPS), QUAD * TAPS, vector)
 
     def load_value_constants(self, constants: Constants, place: Place, conv_weight):
         """The same for v, where it has no warps of its own."""
@@ -216,14 +222,15 @@ class Prologue:
     ):
         """Issues the loads of pass ``i`` of q (or v) and k, the gate and beta."""
         first = self._first_token(place, i)
-        self._load_stream(inputs.taps[i][0], mixed_qkv, conv_state, request, first, self._channel(place, 0))
-        # A value warp loads the last token's k and gate for nothing; a branch would cost it, and the others, more.
-        token = self._token(place, i)
-        self._load_stream(inputs.taps[i][1], mixed_qkv, conv_state, request, token, self._channel(place, 1))
-        row = Int64(request.start + memory.minimum(token, request.length - 1))
-        pointer = at(raw_gate, row * raw_gate.stride[0] + place.head * HEAD_DIM + place.lane * QUAD)
-        copy_in(inputs.gate[i], pointer, QUAD, self.traits.vector)
-        inputs.beta[i] = at(raw_beta, row * raw_beta.stride[0] + place.head).load()
+        if self._has_work(place):
+            self._load_stream(inputs.taps[i][0], mixed_qkv, conv_state, request, first, self._channel(place, 0))
+        if self.prepares_tokens(place):
+            token = self._token(place, i)
+            self._load_stream(inputs.taps[i][1], mixed_qkv, conv_state, request, token, self._channel(place, 1))
+            row = Int64(request.start + memory.minimum(token, request.length - 1))
+            pointer = at(raw_gate, row * raw_gate.stride[0] + place.head * HEAD_DIM + place.lane * QUAD)
+            copy_in(inputs.gate[i], pointer, QUAD, self.traits.vector)
+            inputs.beta[i] = at(raw_beta, row * raw_beta.stride[0] + place.head).load()
 
     def load_value(self, inputs: Inputs, request: Window, place: Place, i, mixed_qkv, conv_state):
         """Issues the loads of value pass ``i``."""
@@ -243,13 +250,15 @@ class Prologue:
         key_gate,
     ):
         """Leaves the operands of pass ``i`` in ``shared`` (or v in ``values``); records k and the raw gate."""
-        query = self._activate(inputs.taps[i][0], constants.weights[0])
         if cutlass.const_expr(self.roles):
             first = self._value_token(place, i)
-            if (place.warp >= self.traits.token_warps) & (first < self.traits.capacity):
-                self._store_value(values, first, place, query)
+            if self._has_work(place) & (place.warp >= self.traits.token_warps):
+                v = self._activate(inputs.taps[i][0], constants.weights[0])
+                if first < self.traits.capacity:
+                    self._store_value(values, first, place, v)
         if self.prepares_tokens(place):
             token = self._token(place, i)
+            query = self._activate(inputs.taps[i][0], constants.weights[0])
             key = self._activate(inputs.taps[i][1], constants.weights[1])
             raw = [inputs.gate[i][j] for j in range(QUAD)]
             bias = [constants.bias[j] for j in range(QUAD)]
@@ -307,6 +316,7 @@ class Prologue:
             owns_first = self._owns_quad(place)
             if cutlass.const_expr(self.roles):
                 owns_first = owns_first | (place.warp >= self.traits.token_warps)
+                owns_first = owns_first & self._has_work(place)
             if (first < request.length) & owns_first:
                 self._roll(inputs.taps[i][0], mixed_qkv, conv_state, request, first, self._channel(place, 0), i)
             if (token < request.length) & self._owns_quad(place):

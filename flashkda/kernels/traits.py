@@ -67,8 +67,8 @@ class Traits:
 
     @property
     def value_threads(self) -> int:
-        """Threads that prepare v: those behind the token warps, or all where no warps are set apart."""
-        return self.threads - (self.token_warps * WARP if self.value_warps else 0)
+        """Threads that prepare v: the value warps, or all where no warps are set apart."""
+        return self.value_warps * WARP or self.threads
 
     @property
     def keys_per_thread(self) -> int:

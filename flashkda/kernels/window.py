@@ -55,7 +55,7 @@ def read_metadata(
     return Metadata(
         first=query_start_loc[n],
         end=query_start_loc[n + 1],
-        padding=query_start_loc[requests],
+        padding=_clamp(query_start_loc[requests], Int32(0), Int32(2**31 - 1)),
         slot=slot,
         num_accepted=num_accepted[n] if num_accepted is not None else Int32(1),
         record=index(record_indices) if record is None and record_indices is not None else record,

@@ -28,6 +28,9 @@ _REFERENCE: dict[str, Callable[..., None]] = {
 # Signatures remembered for each per-step tensor; beyond, all are forgotten, so that odd callers do not leak.
 _MOST_SIGNATURES = 4096
 
+# Kernels whose code CUDA has loaded, by device.
+_started: set[tuple[Callable[..., Any], torch.device]] = set()
+
 _Launches = tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]
 
 
@@ -62,6 +65,24 @@ class Program:
     def launches(self, tensors: Mapping[str, Any]) -> _Launches:
         """Each kernel with its positional arguments out of the tensors and the scratch, by name."""
         return tuple([(kernel, tuple([tensors[name] for name in names])) for kernel, names in self._kernels])
+
+    def start(self, tensors: Mapping[str, Any]) -> None:
+        """Launch each kernel once for one null request and no rows, which writes nothing: CUDA loads a kernel's code at
+        its first launch, and that must not come under capture."""
+        device = tensors["state_indices"].device
+        if device.type != "cuda" or self._plan.path == "reference" or is_capturing():
+            return
+        nobody = {name: tensors[name][:0] for name in ROWS if tensors.get(name) is not None}
+        for name in REQUESTS:
+            if tensors.get(name) is not None:
+                size = 2 if name == "query_start_loc" else 1
+                nobody[name] = torch.zeros(size, dtype=tensors[name].dtype, device=device)
+        nobody["state_indices"].fill_(self._plan.geometry.null_slot)
+        for kernel, arguments in self.launches({**tensors, **nobody}):
+            if (kernel, device) not in _started:
+                with torch.cuda.device(device):
+                    kernel(*arguments)
+                _started.add((kernel, device))
 
 
 class _Call(NamedTuple):
@@ -134,7 +155,9 @@ class Binding:
                 for name in self._program.scratch
             }
             self._scratch = {rows: whole}
-            self._call = self._make_call(self._sizes, self.tensors)
+            call = self._make_call(self._sizes, self.tensors)
+            self._program.start(call.tensors)
+            self._call = call
         return self
 
     def run(self, **overrides: torch.Tensor) -> None:

@@ -352,15 +352,15 @@ class TestMachineCode:
         assert resources.embedded_cubins(elf(62)) == [] == resources.embedded_cubins(cubin[:30])
 
     @pytest.mark.parametrize(
-        ("abi", "flags", "arch"),
-        [(7, 0x500550, "sm_80"), (7, 0x5A0D5A, "sm_90a"), (8, 0x600640A, "sm_100a"), (8, 0x600780A, "sm_120a")],
+        ("abi", "flags", "number"),
+        [(7, 0x500550, 80), (7, 0x5A0D5A, 90), (8, 0x6005A04, 90), (8, 0x600640A, 100), (8, 0x6007802, 120)],
     )
-    def test_architecture(self, abi, flags, arch):
-        assert resources.cubin_arch(elf(190, abi, flags)) == arch
+    def test_architecture(self, abi, flags, number):
+        assert resources.cubin_number(elf(190, abi, flags)) == number
 
     def test_an_unknown_layout_is_refused(self):
         with pytest.raises(KernelBuildError, match="ABI"):
-            resources.cubin_arch(elf(190, abi=9))
+            resources.cubin_number(elf(190, abi=9))
 
     def test_report_of_ptxas(self):
         log = "\x1b[96mptxas\x1b[0m . 1392 bytes stack frame, 3888 bytes spill stores, 4380 bytes spill\n      loads"
