@@ -60,8 +60,11 @@ class Tile:
                 problems.append(Problem("rows", f"16, 32, 64 or {_HEAD_ROWS}", str(self.rows)))
             if self.rows % self.rows_per_thread:
                 problems.append(Problem("rows_per_thread", f"a divisor of rows={self.rows}", str(self.rows_per_thread)))
-            if self.key_lanes not in (1, 2, 4, 8, 16, 32):
-                problems.append(Problem("key_lanes", "a power of two up to 32 (one warp)", str(self.key_lanes)))
+            if self.key_lanes not in (8, 16):
+                problems.append(Problem("key_lanes", "8 or 16", str(self.key_lanes)))
+            if self.rows_per_thread not in (1, 2, 4, 8) or 2 * self.rows_per_thread > self.key_lanes:
+                expected = "1, 2, 4 or 8, at most half of key_lanes"
+                problems.append(Problem("rows_per_thread", expected, str(self.rows_per_thread)))
             if self.threads % 32 or not 32 <= self.threads <= 1024:
                 problems.append(Problem("threads", "whole warps, 32..1024", str(self.threads)))
         if problems:

@@ -18,8 +18,8 @@ from .traits import HEAD_DIM, QUAD, Traits
 
 
 class Epilogue:
-    """``norm`` is whether the gated RMSNorm is part of the launch. ``results`` in shared memory is u [capacity, rows]
-    and behind it o [capacity, rows], fp32."""
+    """``norm`` is whether the gated RMSNorm is part of the launch. ``results`` in shared memory has v, u and o in fp32
+    arrays of [capacity, rows], as ``Traits.result_blocks`` says."""
 
     def __init__(self, traits: Traits, norm: bool):
         self.traits = traits
@@ -38,7 +38,7 @@ class Epilogue:
         """A quad of o, rounded to bf16. A token past the capacity (its lanes only keep the shuffles company) reads some
         other's."""
         traits = self.traits
-        token = traits.capacity + (self._token(place, i) & (traits.capacity - 1))
+        token = traits.result_blocks[1] * traits.capacity + (self._token(place, i) & (traits.capacity - 1))
         return [to_bf16_and_back(o) for o in load(results + (token * traits.rows + self._row(place)), QUAD, QUAD)]
 
     def fragments(self):
@@ -103,7 +103,8 @@ class Epilogue:
             if token < request.length:
                 offset = request.record * corrections.stride[0] + place.row0 + self._row(place)
                 offset = offset + (Int64(place.head) * place.window + token) * HEAD_DIM
-                u = load(results + (token * traits.rows + self._row(place)), QUAD, QUAD)
+                place_of_u = (traits.result_blocks[0] * traits.capacity + token) * traits.rows + self._row(place)
+                u = load(results + place_of_u, QUAD, QUAD)
                 store(at(corrections, offset), u, traits.vector)
 
     @cute.jit

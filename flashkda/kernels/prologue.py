@@ -191,16 +191,29 @@ class Prologue:
 
     @cute.jit
     def load_constants(self, constants: cutlass.Constexpr, place: cutlass.Constexpr, conv_weight, A_log, dt_bias):
-        """Issues the loads that belong to no token."""
-        vector = self.traits.vector
-        if cutlass.const_expr(self.fuse):
+        """Issues the loads that belong to no token. Where registers are scarce each warp loads what it needs; else all
+        load everything, since a branch would come between the loads and the next ones."""
+        if cutlass.const_expr(self.traits.lean):
             if self._has_work(place):
-                copy_in(constants.weights[0], at(conv_weight, self._channel(place, 0) * TAPS), QUAD * TAPS, vector)
-        if self.prepares_tokens(place):
-            constants.rate[0] = A_log[place.head]
-            copy_in(constants.bias, at(dt_bias, place.head * HEAD_DIM + place.lane * QUAD), QUAD, vector)
-            if cutlass.const_expr(self.fuse):
-                copy_in(constants.weights[1], at(conv_weight, self._channel(place, 1) * TAPS), QUAD * TAPS, vector)
+                self._load_first_constants(constants, place, conv_weight)
+            if self.prepares_tokens(place):
+                self._load_token_constants(constants, place, conv_weight, A_log, dt_bias)
+        else:
+            self._load_first_constants(constants, place, conv_weight)
+            self._load_token_constants(constants, place, conv_weight, A_log, dt_bias)
+
+    def _load_first_constants(self, constants: Constants, place: Place, conv_weight):
+        if self.fuse:
+            pointer = at(conv_weight, self._channel(place, 0) * TAPS)
+            copy_in(constants.weights[0], pointer, QUAD * TAPS, self.traits.vector)
+
+    def _load_token_constants(self, constants: Constants, place: Place, conv_weight, A_log, dt_bias):
+        constants.rate[0] = A_log[place.head]
+        pointer = at(dt_bias, place.head * HEAD_DIM + place.lane * QUAD)
+        copy_in(constants.bias, pointer, QUAD, self.traits.vector)
+        if self.fuse:
+            pointer = at(conv_weight, self._channel(place, 1) * TAPS)
+            copy_in(constants.weights[1], pointer, QUAD * TAPS, self.traits.vector)
 
     def load_value_constants(self, constants: Constants, place: Place, conv_weight):
         """The same for v, where it has no warps of its own."""
@@ -221,16 +234,27 @@ class Prologue:
         raw_beta,
     ):
         """Issues the loads of pass ``i`` of q (or v) and k, the gate and beta."""
-        first = self._first_token(place, i)
-        if self._has_work(place):
-            self._load_stream(inputs.taps[i][0], mixed_qkv, conv_state, request, first, self._channel(place, 0))
-        if self.prepares_tokens(place):
-            token = self._token(place, i)
-            self._load_stream(inputs.taps[i][1], mixed_qkv, conv_state, request, token, self._channel(place, 1))
-            row = Int64(request.start + memory.minimum(token, request.length - 1))
-            pointer = at(raw_gate, row * raw_gate.stride[0] + place.head * HEAD_DIM + place.lane * QUAD)
-            copy_in(inputs.gate[i], pointer, QUAD, self.traits.vector)
-            inputs.beta[i] = at(raw_beta, row * raw_beta.stride[0] + place.head).load()
+        tensors = (mixed_qkv, conv_state)
+        if cutlass.const_expr(self.traits.lean):
+            if self._has_work(place):
+                self._load_first(inputs, request, place, i, *tensors)
+            if self.prepares_tokens(place):
+                self._load_rest(inputs, request, place, i, *tensors, raw_gate, raw_beta)
+        else:
+            self._load_first(inputs, request, place, i, *tensors)
+            self._load_rest(inputs, request, place, i, *tensors, raw_gate, raw_beta)
+
+    def _load_first(self, inputs: Inputs, request: Window, place: Place, i, mixed_qkv, conv_state):
+        token, channel = self._first_token(place, i), self._channel(place, 0)
+        self._load_stream(inputs.taps[i][0], mixed_qkv, conv_state, request, token, channel)
+
+    def _load_rest(self, inputs: Inputs, request: Window, place: Place, i, mixed_qkv, conv_state, raw_gate, raw_beta):
+        token, channel = self._token(place, i), self._channel(place, 1)
+        self._load_stream(inputs.taps[i][1], mixed_qkv, conv_state, request, token, channel)
+        row = Int64(request.start + memory.minimum(token, request.length - 1))
+        pointer = at(raw_gate, row * raw_gate.stride[0] + place.head * HEAD_DIM + place.lane * QUAD)
+        copy_in(inputs.gate[i], pointer, QUAD, self.traits.vector)
+        inputs.beta[i] = at(raw_beta, row * raw_beta.stride[0] + place.head).load()
 
     def load_value(self, inputs: Inputs, request: Window, place: Place, i, mixed_qkv, conv_state):
         """Issues the loads of value pass ``i``."""

@@ -9,6 +9,7 @@ rounded up to a power of two.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..jit.cache import is_loaded as _is_loaded
@@ -19,6 +20,9 @@ from .traits import WARP, Traits, warp_roles, window_capacity
 if TYPE_CHECKING:
     from ..geometry import VerifyGeometry
     from ..planner import Tile
+
+# The driver takes 1 KiB of shared memory a CTA; alignment and some words of the kernel's own stay below another.
+_RESERVED = 1024
 
 KINDS = ("short_conv", "record", "gated_rms_norm", "fused_verify")
 
@@ -65,8 +69,6 @@ def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Tra
         "key_lanes": tile.key_lanes,
         "token_warps": token_warps,
         "value_warps": value_warps,
-        # Tiles for many requests share an SM; those for few have it to themselves, while other SMs are idle.
-        "min_blocks": {128: 2, 64: 4}.get(tile.rows, 1),
         "padding": _padding(tile.rows, arch),
         "bulk_state": geometry.alignment == 16 and hopper_or_newer,
         "pdl": hopper_or_newer,
@@ -74,14 +76,28 @@ def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Tra
     ignored = {name: Traits.__dataclass_fields__[name].default for name in _IGNORED[kind] if name != "capacity"}
     if "capacity" in _IGNORED[kind]:
         ignored["capacity"] = 1
-    return Traits(**(everything | ignored))
+    traits = Traits(**(everything | ignored))
+    return _occupancy(traits, kind == "fused_verify", arch) if kind in ("fused_verify", "record") else traits
+
+
+def _shared_memory(arch: str) -> int:
+    """Bytes of shared memory of an SM."""
+    return (100 if arch in ("sm_86", "sm_89", "sm_120a") else 164 if arch == "sm_80" else 228) * 1024
 
 
 def _padding(rows: int, arch: str) -> int:
-    """Half an SM's shared memory for tiles that are to be alone on theirs."""
-    if rows > 32:
-        return 0
-    return 52 * 1024 if arch in ("sm_86", "sm_89", "sm_120a") else 116 * 1024
+    """Tiles for few heads are to be alone on their SM while others are idle: half of its shared memory."""
+    return _shared_memory(arch) // 2 if rows <= 32 else 0
+
+
+def _occupancy(traits: Traits, fuse: bool, arch: str) -> Traits:
+    """Drops the staging of the state where it does not fit, and says how many CTAs share an SM (up to two of 256
+    threads): the compiler then keeps to the registers that this leaves."""
+    available = _shared_memory(arch)
+    if traits.shared_bytes(fuse) + 2 * _RESERVED > available:
+        traits = replace(traits, bulk_state=False)
+    fit = available // (traits.shared_bytes(fuse) + 2 * _RESERVED)
+    return replace(traits, min_blocks=max(1, min(fit, 512 // traits.threads)))
 
 
 def make_spec(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> tuple[KernelKey, Callable[[], Any]]:

@@ -80,9 +80,23 @@ class Traits:
         return self.rows_per_thread * self.keys_per_thread >= 64
 
     @property
+    def result_blocks(self) -> tuple[int, int]:
+        """Where u and o stand behind v, in arrays of [capacity, rows]. A lean tile, short of shared memory too, puts u
+        in place of its v (a barrier of the warp lies between)."""
+        return (0, 1) if self.lean else (1, 2)
+
+    @property
     def quads(self) -> int:
         """Quads of value rows that a CTA owns."""
         return self.rows // QUAD
+
+    def shared_bytes(self, fuse: bool) -> int:
+        """Shared memory of a CTA of ``verify``, but for alignment and some words."""
+        operands = 3 * HEAD_DIM + 2
+        by_row = self.result_blocks[1] + 1 + (fuse and self.norm)
+        tokens = self.capacity * 4 * (operands + by_row * self.rows + self.cluster)
+        state = self.rows * HEAD_DIM * (4 if self.state_dtype == "float32" else 2)
+        return self.padding + tokens + state * self.bulk_state
 
     def to_params(self) -> dict[str, object]:
         return asdict(self)

@@ -90,8 +90,9 @@ class Verify:
 
         allocator = SmemAllocator()
         shared = token_store(allocator, traits.capacity)
-        # v of the window's tokens, which the rule replaces by their u; behind them o, before its rounding to bf16.
-        results = memory.shared_array(allocator, Float32, 2 * traits.capacity * traits.rows)
+        # v of the window's tokens, u, and o before its rounding to bf16.
+        blocks = traits.result_blocks[1] + 1
+        results = memory.shared_array(allocator, Float32, blocks * traits.capacity * traits.rows)
         factors = results
         if cutlass.const_expr(self.epilogue.norm):
             factors = memory.shared_array(allocator, Float32, traits.capacity * traits.rows)
@@ -145,10 +146,12 @@ class Verify:
                 for i in cutlass.range_constexpr(_BARRIERS):
                     cute.arch.mbarrier_init(barriers + i, 1)
                 cute.arch.mbarrier_init_fence()
-                if cutlass.const_expr(traits.bulk_state):
-                    bytes_ = traits.rows * HEAD_DIM * state.element_type.width // 8
-                    cute.arch.mbarrier_arrive_and_expect_tx(barriers + _STATE_BARRIER, bytes_)
-                    memory.bulk_copy_to_shared(staged, source, bytes_, barriers + _STATE_BARRIER)
+            cute.arch.sync_warp()
+        if cutlass.const_expr(traits.bulk_state):
+            if place.tid == 0:
+                bytes_ = traits.rows * HEAD_DIM * state.element_type.width // 8
+                cute.arch.mbarrier_arrive_and_expect_tx(barriers + _STATE_BARRIER, bytes_)
+                memory.bulk_copy_to_shared(staged, source, bytes_, barriers + _STATE_BARRIER)
         weight_type = Float32
         if cutlass.const_expr(self.fuse):
             weight_type = conv_weight.element_type
@@ -167,7 +170,7 @@ class Verify:
                 prologue.load_value_constants(value_constants, place, conv_weight)
         epilogue.load_constants(finals, place, norm_weight)
         epilogue.load(finals, request, place, output_gate)
-        if cutlass.const_expr(not traits.bulk_state):
+        if cutlass.const_expr(not traits.bulk_state and not traits.lean):
             if place.tid < traits.rule_threads:
                 self.rule.load_state(fragment, source + place.local_row * HEAD_DIM, place.key_lane, traits.vector)
 
@@ -209,6 +212,9 @@ class Verify:
         if place.tid < traits.rule_threads:
             if cutlass.const_expr(traits.bulk_state):
                 self.rule.load_state(fragment, staged + place.local_row * HEAD_DIM, place.key_lane, QUAD)
+            elif cutlass.const_expr(traits.lean):
+                # Its registers were needed for the tokens until now.
+                self.rule.load_state(fragment, source + place.local_row * HEAD_DIM, place.key_lane, traits.vector)
             self.run_rule(fragment, request, place, shared, results)
         cute.arch.sync_threads()
         if cutlass.const_expr(traits.lean):
@@ -233,11 +239,12 @@ class Verify:
         self, fragment: cute.Tensor, request: cutlass.Constexpr, place: cutlass.Constexpr, shared: cutlass.Constexpr,
         results,
     ):  # fmt: skip
-        """The tokens one after another; each leaves u in place of its v, and o behind."""
+        """The tokens one after another; each leaves its u and o in ``results``."""
         traits = self.traits
         value_row = place.local_row + self.rule.own_row(place.key_lane)
-        behind = Int32(traits.capacity * traits.rows)
-        result_row = value_row + select(self.rule.finishes_output(place.key_lane), behind, Int32(0))
+        u_place, o_place = (Int32(block * traits.capacity * traits.rows) for block in traits.result_blocks)
+        behind = select(self.rule.finishes_output(place.key_lane), o_place, u_place)
+        result_row = value_row + behind
         operands = self.rule.operands()
         self.rule.load_operands(operands, shared, Int32(0), place.key_lane)
         # Known to be the same for a warp, the count of tokens costs no register a thread.

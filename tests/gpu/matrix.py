@@ -14,6 +14,8 @@ from tests.inputs import Case, assert_same_bits, written
 WINDOWS = tuple(range(1, 17))
 HEADS = (1, 6, 8, 12, 24, 96)
 REQUESTS = (1, 3, 8, 33, 128)
+# Every tile the planner may pick, and some that only a caller would: other splits of rows and keys.
+ALL_TILES = (*TILES, Tile(16, 1, 8), Tile(32, 4, 8), Tile(64, 4, 8), Tile(64, 2, 16), Tile(128, 8, 16))
 
 
 def checks(setup: Setup) -> list[Check]:
@@ -25,7 +27,7 @@ def checks(setup: Setup) -> list[Check]:
         found.append(Check("matrix", f"T={window}", partial(_matrix, setup, window, heads, requests), tuple(plans)))
     for window in windows:
         geometry = kimi_k3(window, heads[-1] if setup.small else 12)
-        plans = [plan for tile in TILES for plan in setup.both(geometry, 1, tile)]
+        plans = [plan for tile in ALL_TILES for plan in setup.both(geometry, 1, tile)]
         found.append(Check("tiles", f"T={window}", partial(_tiles, setup, geometry), tuple(plans)))
     return found
 
@@ -46,7 +48,7 @@ def _tiles(setup: Setup, geometry: VerifyGeometry) -> Detail:
         case = make(setup, geometry, n, seed=n)
         wanted = fork(case)
         setup.run_parts(wanted)
-        for tile in TILES:
+        for tile in ALL_TILES:
             for run in (setup.run_whole, setup.run_parts):
                 found = fork(case)
                 run(found, tile)
@@ -54,7 +56,7 @@ def _tiles(setup: Setup, geometry: VerifyGeometry) -> Detail:
                     assert_same_bits(written(found), written(wanted))
                 except AssertionError as error:
                     raise AssertionError(f"N={n} {tile} {run.__name__}: {error}") from error
-    return {"tiles": [str(tile) for tile in TILES], "heads": geometry.heads, "requests": list(requests)}
+    return {"tiles": [str(tile) for tile in ALL_TILES], "heads": geometry.heads, "requests": list(requests)}
 
 
 def make(setup: Setup, geometry: VerifyGeometry, requests: int, seed: int) -> Case:
