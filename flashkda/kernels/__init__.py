@@ -6,6 +6,8 @@ Stages, each standing once and used by every kernel that needs it:
 ``window`` (which rows, slot and record belong to a request), ``conv``, ``gate``, ``token`` (norms of q and k, dots),
 ``delta_rule`` (the recurrence) and ``norm`` (the gated RMSNorm).
 
-Kernels: ``short_conv``, ``record``, ``gated_rms_norm`` and ``fused_verify``. ``specs`` turns a geometry and a tile into
-a cache key and a compile recipe. Only ``specs`` may be imported where the DSL is absent.
+``place``, ``prologue`` and ``epilogue`` are the parts of ``verify`` around the rule.
+
+Kernels: ``short_conv``, ``gated_rms_norm`` and ``verify`` (``fused_verify`` and ``record``, one body). ``specs`` turns
+a geometry and a tile into a cache key and a compile recipe. Only ``specs`` may be imported where the DSL is absent.
 """

@@ -103,5 +103,6 @@ def launch_dependents():
 
 
 def wait_for_predecessor():
-    """Blocks until the grids before this one have finished and their writes are visible (nothing is read before)."""
+    """Blocks until the grids before this one have finished and their writes are visible. No global memory is read or
+    written before it, so a programmatic launch is safe after any kernel."""
     cute.arch.griddepcontrol_wait()

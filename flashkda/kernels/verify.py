@@ -27,7 +27,8 @@ from .delta_rule import DeltaRule
 from .epilogue import Epilogue
 from .memory import at
 from .numerics import select
-from .prologue import STASH, Prologue, here, stash, stashed, token_store
+from .place import STASH, here, stash, stashed
+from .prologue import Prologue, token_store
 from .traits import HEAD_DIM, QUAD, Traits
 from .window import read_metadata, request_window, zero_rows
 
@@ -105,16 +106,24 @@ class Verify:
         if cutlass.const_expr(traits.bulk_state):
             staged = memory.shared_array(allocator, state.element_type, traits.rows * HEAD_DIM, 128)
 
+        place = here(traits, cute.arch.thread_idx()[0], head, rank, Int32(state.shape[1]) * HEAD_DIM, window)
+        # What needs no global value comes before the wait for the grid ahead, and overlaps its end: barriers, and
+        # sending for the weights. (A prefetch to L2 reads nothing: what the grid ahead writes goes through L2 as well.)
+        if cutlass.const_expr(traits.bulk_state or self.epilogue.messages):
+            if place.tid == 0:
+                for i in cutlass.range_constexpr(_BARRIERS):
+                    cute.arch.mbarrier_init(barriers + i, 1)
+                cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
+        if cutlass.const_expr(not traits.lean):
+            self.prologue.prefetch_constants(place, conv_weight, dt_bias)
         if cutlass.const_expr(traits.pdl):
             memory.wait_for_predecessor()
         # The metadata first: everything else of the request waits for it.
         metadata = read_metadata(traits, n, requests, query_start_loc, state_indices, num_accepted, record_indices)
-        place = here(traits, cute.arch.thread_idx()[0], head, rank, Int32(state.shape[1]) * HEAD_DIM, window)
         slots = state.shape[0]
         if cutlass.const_expr(self.fuse):
             slots = memory.minimum(Int32(slots), Int32(conv_state.shape[0]))
-        if cutlass.const_expr(not traits.lean):
-            self.prologue.prefetch_constants(place, conv_weight, dt_bias)
         request = request_window(traits, metadata, window, total_rows, slots, corrections.shape[0])
         zero = (place.row0, place.tid, traits.rows, traits.threads, traits.vector)
         # Rows past the last request belong to nobody; the requests share them out.
@@ -141,12 +150,6 @@ class Verify:
         # ---- 1. loads
         source = at(state, request.slot * state.stride[0] + Int64(place.head * HEAD_DIM + place.row0) * HEAD_DIM)
         fragment = cute.make_rmem_tensor(rule.rows * rule.keys, Float32)
-        if cutlass.const_expr(traits.bulk_state or epilogue.messages):
-            if place.tid == 0:
-                for i in cutlass.range_constexpr(_BARRIERS):
-                    cute.arch.mbarrier_init(barriers + i, 1)
-                cute.arch.mbarrier_init_fence()
-            cute.arch.sync_warp()
         if cutlass.const_expr(traits.bulk_state):
             if place.tid == 0:
                 bytes_ = traits.rows * HEAD_DIM * state.element_type.width // 8

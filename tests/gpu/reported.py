@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +15,7 @@ from flashkda.errors import MetadataError
 from flashkda.geometry import VerifyGeometry
 from tests.gpu.accuracy import measure
 from tests.gpu.cases import WRITTEN, assert_inputs_kept, assert_only_touched, device_case, fork, inputs_of, poison
+from tests.gpu.environment import ROOT, use_local_kernel_cache
 from tests.gpu.setup import Check, Detail, Setup, kimi_k3, require
 from tests.inputs import Case, assert_same_bits, clone, make_case, written
 from tests.regroup import outcome, regroup
@@ -33,6 +36,8 @@ def checks(setup: Setup) -> list[Check]:
         ("rows behind the last request", _padding, eight, (1, 2, 4)),
         ("a conv pool with fewer slots", _small_conv_pool, eight, (2, 3)),
     ]
+    if not setup.small:
+        table.append(("a capture right after bind", _capture, kimi_k3(4, heads), (3,)))
     return [
         Check(
             "reported",
@@ -42,6 +47,14 @@ def checks(setup: Setup) -> list[Check]:
         )
         for name, run, geometry, requests in table
     ]
+
+
+def _capture(setup: Setup, geometry: VerifyGeometry) -> Detail:
+    command = [sys.executable, "-m", "tests.gpu.capture_target"]
+    use_local_kernel_cache()
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    require(found.returncode == 0, (found.stdout + found.stderr)[-2000:])
+    return {"window": geometry.window}
 
 
 def _far_slots(setup: Setup, geometry: VerifyGeometry) -> Detail:
