@@ -109,6 +109,26 @@ def roll_window(
                 _store_column(conv_state, slot, Int32(column), channel, history, vector, layout)
 
 
+def load_columns(columns, conv_state, slot, first, channel, count, vector, layout):
+    """Columns ``first``, first+1, ... of ``count`` adjacent channels into the fragment [columns, count]."""
+    base = slot * conv_state.stride[0] + Int64(channel) * conv_state.stride[1]
+    for column in range(columns.shape[0]):
+        pointer = at(conv_state, base + Int64(first + column) * conv_state.stride[2])
+        if layout == "SD":
+            values = load(pointer, count, vector)
+        else:
+            values = [(pointer + i * Int64(conv_state.stride[1])).load() for i in range(count)]
+        for i, value in enumerate(values):
+            columns[column, i] = value
+
+
+def store_columns(conv_state, columns, slot, channel, count, vector, layout):
+    """The fragment [columns, count] to columns 0, 1, ... of ``slot``."""
+    for column in range(columns.shape[0]):
+        values = [columns[column, i] for i in range(count)]
+        _store_column(conv_state, slot, Int32(column), channel, values, vector, layout)
+
+
 def taps_as_float(taps, count):
     """The fragment ``taps`` [4, count] as four lists of fp32 scalars."""
     return [[Float32(taps[j, i]) for i in range(count)] for j in range(TAPS)]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Float32
 
-from .memory import load, to_float
+from .memory import load, store, to_float
 from .numerics import add, fma, mul, select, sub
 from .traits import HEAD_DIM, Traits
 
@@ -75,6 +75,14 @@ class DeltaRule:
                 values = load(source + (row * HEAD_DIM + self.key_offset(key_lane, chunk)), 4, vector)
                 for i, value in enumerate(to_float(values)):
                     state[row * self.keys + chunk * 4 + i] = value
+
+    def store_state(self, state, target, key_lane, vector):
+        """The counterpart of ``load_state``: the fragment, rounded to the pool's type."""
+        for row in range(self.rows):
+            for chunk in range(self.chunks):
+                first = row * self.keys + chunk * 4
+                values = [state[first + i].to(target.dtype) for i in range(4)]
+                store(target + (row * HEAD_DIM + self.key_offset(key_lane, chunk)), values, vector)
 
     def decay_and_project(self, state, operands, before_chunk):
         """Decays the state in place; returns the thread's 2R partial sums [S k^, S q^] row by row.

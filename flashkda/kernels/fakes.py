@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from .traits import HEAD_DIM, TAPS, Traits
+from .traits import HEAD_DIM, TAPS, CommitTraits
 
 _DTYPES = {
     "float32": cutlass.Float32,
@@ -35,11 +35,22 @@ _ARGUMENTS = {
         "norm_weight", "query_start_loc", "state_indices", "num_accepted", "record_indices", "out", "corrections",
         "key_gate",
     ),
+    "fused_decode": (
+        "mixed_qkv", "conv_weight", "conv_state", "raw_gate", "raw_beta", "A_log", "dt_bias", "state", "output_gate",
+        "norm_weight", "query_start_loc", "state_indices", "num_accepted", "out",
+    ),
+    "decode_rule": (
+        "qkv", "raw_gate", "raw_beta", "A_log", "dt_bias", "state", "query_start_loc", "state_indices", "o",
+    ),
+    "commit": (
+        "table", "state", "corrections", "key_gate", "conv_state", "accepted", "accepted_indices", "state_indices",
+        "dst_indices", "record_indices", "boundary_length", "boundary_indices",
+    ),
 }  # fmt: skip
 
 
 class _Fakes:
-    def __init__(self, traits: Traits):
+    def __init__(self, traits: Any):
         self.traits = traits
         self.aligned = traits.vector > 1
 
@@ -75,6 +86,8 @@ class _Fakes:
         if name == "conv_weight":
             return self.tensor(traits.conv_weight_dtype, (None, TAPS), (TAPS, 1))
         if name == "conv_state":
+            if isinstance(traits, CommitTraits) and not traits.compact:
+                return None
             if traits.conv_layout == "SD":
                 return self.tensor("bfloat16", (None, None, None), (None, 1, None))
             slot = cute.sym_int64(divisibility=8 if self.aligned else 1)
@@ -96,6 +109,16 @@ class _Fakes:
             if traits.records != "indices":
                 return None
             return self.tensor(traits.index_dtype, (None,), (None,), aligned=False)
+        optional = {"dst_indices": "has_dst", "accepted_indices": "has_accepted_indices"}
+        if name in optional or name == "boundary_indices":
+            present = getattr(traits, optional.get(name, "has_boundary"))
+            return self.tensor(traits.index_dtype, (None,), (None,), aligned=False) if present else None
+        if name == "accepted" or (name == "boundary_length" and traits.has_boundary):
+            return self.tensor("int32", (None,), (1,), aligned=False)
+        if name == "boundary_length":
+            return None
+        if name == "table":
+            return self.tensor("int64", (6, None), (None, 1), aligned=False)
         if name == "corrections":
             return self.tensor("float32", (None, None, None, HEAD_DIM), (None, None, HEAD_DIM, 1))
         if name == "key_gate":
@@ -104,7 +127,7 @@ class _Fakes:
         raise KeyError(name)
 
 
-def fake_tensors(kind: str, traits: Traits) -> tuple[Any, ...]:
+def fake_tensors(kind: str, traits: Any) -> tuple[Any, ...]:
     """Arguments of kernel ``kind`` in order; ``None`` where the geometry has no such tensor."""
     fakes = _Fakes(traits)
     return tuple(fakes.make(name) for name in _ARGUMENTS[kind])

@@ -11,10 +11,10 @@ from __future__ import annotations
 from cutlass import Float32
 
 from .numerics import add, exp, mul, sigmoid, softplus
-from .traits import Traits
+from .traits import CommitTraits, Traits
 
 
-def decay(traits: Traits, rate, raw_gate, dt_bias):
+def decay(traits: Traits | CommitTraits, rate, raw_gate, dt_bias):
     """exp(g) of each channel; ``rate`` = exp(A_log[head]), ``raw_gate`` and ``dt_bias`` lists of fp32 scalars."""
     result = []
     for gate, bias in zip(raw_gate, dt_bias, strict=True):

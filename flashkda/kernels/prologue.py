@@ -238,11 +238,12 @@ class Prologue:
             bias = [constants.bias[j] for j in range(QUAD)]
             decay = gate.decay(self.traits, exp(constants.rate[0]), to_float(raw), bias)
             prepare_token(shared, token, place.lane, query, key, decay, gate.beta(Float32(inputs.beta[i])))
-            if self._owns_quad(place) & (token < request.length):
-                offset = request.record * key_gate.stride[0] + place.lane * QUAD
-                offset = offset + (Int64(place.head) * place.window + token) * (2 * HEAD_DIM)
-                store(at(key_gate, offset), [k.to(BFloat16) for k in key], self.traits.vector)
-                store(at(key_gate, offset + HEAD_DIM), raw, self.traits.vector)
+            if cutlass.const_expr(not self.traits.decode):
+                if self._owns_quad(place) & (token < request.length):
+                    offset = request.record * key_gate.stride[0] + place.lane * QUAD
+                    offset = offset + (Int64(place.head) * place.window + token) * (2 * HEAD_DIM)
+                    store(at(key_gate, offset), [k.to(BFloat16) for k in key], self.traits.vector)
+                    store(at(key_gate, offset + HEAD_DIM), raw, self.traits.vector)
 
     @cute.jit
     def prepare_value(

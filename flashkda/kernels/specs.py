@@ -15,21 +15,28 @@ from typing import TYPE_CHECKING, Any
 from ..jit.cache import is_loaded as _is_loaded
 from ..jit.cache import load_kernel
 from ..jit.key import KernelKey
-from .traits import WARP, Traits, warp_roles, window_capacity
+from .traits import WARP, CommitTraits, Traits, warp_roles, window_capacity
 
 if TYPE_CHECKING:
+    from ..commit import CommitGeometry
     from ..geometry import VerifyGeometry
     from ..planner import Tile
 
 # The driver takes 1 KiB of shared memory a CTA; alignment and some words of the kernel's own stay below another.
 _RESERVED = 1024
 
-KINDS = ("short_conv", "record", "gated_rms_norm", "fused_verify")
+KINDS = ("short_conv", "record", "gated_rms_norm", "fused_verify", "fused_decode", "decode_rule")
+_FUSED = ("fused_verify", "fused_decode")
+_DECODE = ("fused_decode", "decode_rule")
 
 #: Traits that each kernel's code does not depend on are left at their defaults, so that geometries share kernels.
 _IGNORED = {
     "fused_verify": (),
     "record": ("conv_layout", "conv_weight_dtype", "norm_weight_dtype", "norm", "has_num_accepted", "norm_eps"),
+    "fused_decode": ("records",),
+    "decode_rule": (
+        "conv_layout", "conv_weight_dtype", "norm_weight_dtype", "norm", "has_num_accepted", "norm_eps", "records",
+    ),
     "short_conv": (
         "state_dtype", "norm_weight_dtype", "gate", "lower_bound", "norm", "records", "norm_eps", "rows",
         "rows_per_thread", "key_lanes", "token_warps", "value_warps", "min_blocks", "padding",
@@ -46,7 +53,7 @@ _IGNORED = {
 def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Traits:
     """The compile-time constants of kernel ``kind`` for this geometry, tile and architecture."""
     hopper_or_newer = arch not in ("sm_80", "sm_86", "sm_89")
-    capacity = window_capacity(geometry.window)
+    capacity = 1 if kind in _DECODE else window_capacity(geometry.window)
     rule_warps = tile.rows // tile.rows_per_thread * tile.key_lanes // WARP
     token_warps, value_warps = warp_roles(capacity, tile.rows, rule_warps)
     everything: dict[str, Any] = {
@@ -72,12 +79,13 @@ def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Tra
         "padding": _padding(tile.rows, arch),
         "bulk_state": geometry.alignment == 16 and hopper_or_newer,
         "pdl": hopper_or_newer,
+        "decode": kind in _DECODE,
     }
     ignored = {name: Traits.__dataclass_fields__[name].default for name in _IGNORED[kind] if name != "capacity"}
     if "capacity" in _IGNORED[kind]:
         ignored["capacity"] = 1
     traits = Traits(**(everything | ignored))
-    return _occupancy(traits, kind == "fused_verify", arch) if kind in ("fused_verify", "record") else traits
+    return traits if kind in ("short_conv", "gated_rms_norm") else _occupancy(traits, kind in _FUSED, arch)
 
 
 def _shared_memory(arch: str) -> int:
@@ -97,6 +105,8 @@ def _occupancy(traits: Traits, fuse: bool, arch: str) -> Traits:
     if traits.shared_bytes(fuse) + 2 * _RESERVED > available:
         traits = replace(traits, bulk_state=False)
     fit = available // (traits.shared_bytes(fuse) + 2 * _RESERVED)
+    if fuse and traits.conv_layout == "DS" and traits.capacity > 8:
+        fit = 1  # a long window's taps, channel by channel, take more registers than two CTAs would leave
     return replace(traits, min_blocks=max(1, min(fit, 512 // traits.threads)))
 
 
@@ -118,14 +128,56 @@ def is_loaded(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> boo
     return _is_loaded(make_spec(kind, geometry, tile, arch)[0])
 
 
-def _recipe(kind: str, traits: Traits) -> tuple[Any, tuple[Any, ...]]:
+def make_commit_spec(geometry: CommitGeometry, arch: str) -> tuple[KernelKey, Callable[[], Any]]:
+    """Cache key and recipe of the commit kernel."""
+    verify = geometry.verify
+    traits = CommitTraits(
+        capacity=window_capacity(verify.window),
+        state_dtype=verify.state_dtype,
+        conv_layout=verify.conv_layout if geometry.compact else "SD",
+        gate=verify.gate,
+        lower_bound=verify.lower_bound,
+        vector=4 if verify.alignment == 16 else 1,
+        null_slot=verify.null_slot,
+        index_dtype=verify.index_dtype,
+        records=verify.records,
+        compact=geometry.compact,
+        has_dst=geometry.has_dst,
+        has_boundary=geometry.has_boundary,
+        has_accepted_indices=geometry.has_accepted_indices,
+        pdl=arch not in ("sm_80", "sm_86", "sm_89"),
+    )
+    key = KernelKey(name="commit", params=tuple(sorted(traits.to_params().items())), arch=arch)
+    return key, lambda: _recipe("commit", traits)
+
+
+def load_commit(geometry: CommitGeometry, arch: str) -> Callable[..., None]:
+    """The compiled commit kernel. Launches on torch's current stream."""
+    return load_kernel(*make_commit_spec(geometry, arch))
+
+
+def is_commit_loaded(geometry: CommitGeometry, arch: str) -> bool:
+    """Whether ``load_commit`` would return from memory."""
+    return _is_loaded(make_commit_spec(geometry, arch)[0])
+
+
+def _recipe(kind: str, traits: Traits | CommitTraits) -> tuple[Any, tuple[Any, ...]]:
     from cutlass.cute.runtime import make_fake_stream
 
+    from .commit import Commit
     from .fakes import fake_tensors
     from .gated_rms_norm import GatedRmsNorm
     from .short_conv import ShortConv
-    from .verify import FusedVerify, Record
+    from .verify import DecodeRule, FusedDecode, FusedVerify, Record
 
-    kernels = {"short_conv": ShortConv, "record": Record, "gated_rms_norm": GatedRmsNorm, "fused_verify": FusedVerify}
+    kernels: dict[str, Any] = {
+        "short_conv": ShortConv,
+        "record": Record,
+        "gated_rms_norm": GatedRmsNorm,
+        "fused_verify": FusedVerify,
+        "fused_decode": FusedDecode,
+        "decode_rule": DecodeRule,
+        "commit": Commit,
+    }
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return kernels[kind](traits), (*fake_tensors(kind, traits), stream)

@@ -25,7 +25,8 @@ class Traits:
     ``cluster`` CTAs. ``token_warps`` prepare q, k and gates, a token each at a time; ``value_warps`` behind them
     prepare v, or all threads do where there are none. The rule runs on the first ``rule_threads``. ``min_blocks`` CTAs
     must fit an SM, which caps the registers. ``bulk_state``: the state comes through shared memory by one bulk copy.
-    ``padding`` bytes of shared memory keep a second CTA off the SM.
+    ``padding`` bytes of shared memory keep a second CTA off the SM. ``decode``: one token, the state is written, and
+    nothing is recorded.
     ``vector`` is the number of bf16 or fp32 elements of one access: 4, or 1 where no alignment is promised.
     """
 
@@ -52,6 +53,7 @@ class Traits:
     padding: int = 0
     bulk_state: bool = False
     pdl: bool = False
+    decode: bool = False
 
     @property
     def cluster(self) -> int:
@@ -97,6 +99,29 @@ class Traits:
         tokens = self.capacity * 4 * (operands + by_row * self.rows + self.cluster)
         state = self.rows * HEAD_DIM * (4 if self.state_dtype == "float32" else 2)
         return self.padding + tokens + state * self.bulk_state
+
+    def to_params(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class CommitTraits:
+    """Compile-time constants of the commit kernel; names as in ``Traits`` and ``CommitGeometry``."""
+
+    capacity: int
+    state_dtype: str = "float32"
+    conv_layout: str = "SD"
+    gate: str = "bounded"
+    lower_bound: float | None = -5.0
+    vector: int = 4
+    null_slot: int = 0
+    index_dtype: str = "int32"
+    records: str = "slot"
+    compact: bool = False
+    has_dst: bool = False
+    has_boundary: bool = False
+    has_accepted_indices: bool = False
+    pdl: bool = False
 
     def to_params(self) -> dict[str, object]:
         return asdict(self)

@@ -80,13 +80,19 @@ class Verify:
         num_accepted: cute.Tensor | None,
         record_indices: cute.Tensor | None,
         out: cute.Tensor,
-        corrections: cute.Tensor,
-        key_gate: cute.Tensor,
+        corrections: cute.Tensor | None,
+        key_gate: cute.Tensor | None,
     ):
         traits = self.traits
         rank, head, n = cute.arch.block_idx()
         requests = Int32(state_indices.shape[0])
-        window = Int32(corrections.shape[2])
+        records = None
+        if cutlass.const_expr(not traits.decode):
+            records, window = corrections.shape[0], Int32(corrections.shape[2])
+        elif cutlass.const_expr(self.fuse):
+            window = Int32(conv_state.shape[2]) - 2
+        else:
+            window = Int32(1)
         total_rows = Int32(out.shape[0])
 
         allocator = SmemAllocator()
@@ -124,7 +130,7 @@ class Verify:
         slots = state.shape[0]
         if cutlass.const_expr(self.fuse):
             slots = memory.minimum(Int32(slots), Int32(conv_state.shape[0]))
-        request = request_window(traits, metadata, window, total_rows, slots, corrections.shape[0])
+        request = request_window(traits, metadata, window, total_rows, slots, records)
         zero = (place.row0, place.tid, traits.rows, traits.threads, traits.vector)
         # Rows past the last request belong to nobody; the requests share them out.
         zero_rows(out, head, metadata.padding + n, total_rows, requests, *zero)
@@ -219,6 +225,9 @@ class Verify:
                 # Its registers were needed for the tokens until now.
                 self.rule.load_state(fragment, source + place.local_row * HEAD_DIM, place.key_lane, traits.vector)
             self.run_rule(fragment, request, place, shared, results)
+            if cutlass.const_expr(traits.decode):
+                target = source + place.local_row * HEAD_DIM
+                self.rule.store_state(fragment, target, place.key_lane, traits.vector)
         cute.arch.sync_threads()
         if cutlass.const_expr(traits.lean):
             # Read back rather than kept: over the rule every register is the state's.
@@ -230,7 +239,8 @@ class Verify:
         sums = cute.make_rmem_tensor(epilogue.passes, Float32)
         if cutlass.const_expr(epilogue.norm):
             epilogue.sum_squares(sums, request, place, results, partials, barriers + _NORM_BARRIER)
-        epilogue.store_corrections(request, place, results, corrections)
+        if cutlass.const_expr(not traits.decode):
+            epilogue.store_corrections(request, place, results, corrections)
         if cutlass.const_expr(self.clustered and not traits.lean):
             prologue.roll_windows(inputs, value_inputs, request, place, mixed_qkv, conv_state)
         if cutlass.const_expr(epilogue.messages):
@@ -321,4 +331,61 @@ class Record(Verify):
             stream, state_indices.shape[0], state.shape[1],
             qkv, None, None, raw_gate, raw_beta, A_log, dt_bias, state, None, None,
             query_start_loc, state_indices, None, record_indices, o, corrections, key_gate,
+        )  # fmt: skip
+
+
+class FusedDecode(Verify):
+    """One token a request: conv, rule and norm in one launch. Writes out, conv_state, and state in place."""
+
+    fuse = True
+
+    @cute.jit
+    def __call__(
+        self,
+        mixed_qkv: cute.Tensor,
+        conv_weight: cute.Tensor,
+        conv_state: cute.Tensor,
+        raw_gate: cute.Tensor,
+        raw_beta: cute.Tensor,
+        A_log: cute.Tensor,
+        dt_bias: cute.Tensor,
+        state: cute.Tensor,
+        output_gate: cute.Tensor | None,
+        norm_weight: cute.Tensor | None,
+        query_start_loc: cute.Tensor,
+        state_indices: cute.Tensor,
+        num_accepted: cute.Tensor | None,
+        out: cute.Tensor,
+        stream,
+    ):
+        self.launch(
+            stream, state_indices.shape[0], state.shape[1],
+            mixed_qkv, conv_weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state, output_gate, norm_weight,
+            query_start_loc, state_indices, num_accepted, None, out, None, None,
+        )  # fmt: skip
+
+
+class DecodeRule(Verify):
+    """The rule of one token a request, on convolved q|k|v. Writes o (before the norm), and state in place."""
+
+    fuse = False
+
+    @cute.jit
+    def __call__(
+        self,
+        qkv: cute.Tensor,
+        raw_gate: cute.Tensor,
+        raw_beta: cute.Tensor,
+        A_log: cute.Tensor,
+        dt_bias: cute.Tensor,
+        state: cute.Tensor,
+        query_start_loc: cute.Tensor,
+        state_indices: cute.Tensor,
+        o: cute.Tensor,
+        stream,
+    ):
+        self.launch(
+            stream, state_indices.shape[0], state.shape[1],
+            qkv, None, None, raw_gate, raw_beta, A_log, dt_bias, state, None, None,
+            query_start_loc, state_indices, None, None, o, None, None,
         )  # fmt: skip

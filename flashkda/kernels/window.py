@@ -70,7 +70,8 @@ def request_window(traits: Traits, metadata: Metadata, window, total_rows, slots
     """
     start = _clamp(metadata.first, Int32(0), total_rows)
     length = _clamp(metadata.end, start, total_rows) - start
-    length = select(length > window, window, length)
+    capacity = Int32(1) if traits.decode else window
+    length = select(length > capacity, capacity, length)
     live = (metadata.slot > Int64(traits.null_slot)) & (metadata.slot < Int64(slots))
     if records is not None:
         live = live & (metadata.record >= Int64(0)) & (metadata.record < Int64(records))
