@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import rounds as the_round
 from benchmarks.timing import Timing, capture, time_graphs, time_host
 from flashkda.geometry import PRESETS, VerifyGeometry, preset
 from flashkda.planner import Plan, plan_verify
@@ -28,7 +29,7 @@ from tests.inputs import Case
 POINTS = ((1, 1), (1, 4), (1, 8), (1, 16), (8, 4), (32, 4), (64, 8), (128, 4))
 HOST_POINTS = ((1, 4), (8, 4))
 PATHS = {"flashkda-fused": "fused", "flashkda-decomposed": "decomposed"}
-SOURCES = ("flashkda", "benchmarks", "tests/gpu/cases.py", "tests/inputs.py")
+SOURCES = ("flashkda", "benchmarks", "tests/gpu/cases.py", "tests/gpu/rounds.py", "tests/inputs.py")
 
 
 def layers(requests: int) -> int:
@@ -124,7 +125,7 @@ def build(points: Sequence[tuple[int, int]], state_dtype: str) -> int:
     from flashkda.jit.cache import prebuild
 
     plans = [plan_of(impl, n, t, state_dtype) for n, t in points for impl in PATHS]
-    specs = [*kernel_specs(plans), *floors.specs(plans[0].arch, state_dtype)]
+    specs = [*kernel_specs(plans, the_round.specs()), *floors.specs(plans[0].arch, state_dtype)]
     return len(prebuild(specs))
 
 
@@ -165,6 +166,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_json(path, values)
         say(f"N{requests} T{window}: " + ", ".join(f"{row['impl']} {row['us_per_layer']:.2f}" for row in rows))
     print(table(values["rows"]))
+    if not options.points and options.state_dtype == "float32":
+        for row in the_round.rows(options.rounds):
+            values["rows"].append(row)
+            say(f"N{row['N']} T{row['T']}: {row['impl']} {row['us_per_layer']:.2f}")
+        values["clocks"]["after"] = clocks()
+        values["seconds"] = round(time.monotonic() - start, 1)
+        write_json(path, values)
     for host in values["host_us_run"]:
         print(f"host time of {host['impl']} run(), N{host['N']} T{host['T']}: {host['us']:.1f} us")
     say(f"written to {path}")

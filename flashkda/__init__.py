@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashKDA: Kimi Delta Attention verification in one launch. geometry -> plan -> bind -> run."""
+"""FlashKDA: Kimi Delta Attention verification in one launch, its commit and decode. geometry -> plan -> bind -> run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from flashkda.geometry import PRESETS, VerifyGeometry, preset
 from flashkda.planner import Plan, plan_verify
 
 if TYPE_CHECKING:
+    from flashkda.commit import CommitGeometry, CommitPlan, plan_commit
+    from flashkda.decode import DecodePlan, plan_decode
     from flashkda.ops.binding import VerifyBinding, VerifyLayer
     from flashkda.ops.custom_ops import register as register_ops
+    from flashkda.records import memory_report, records_spec
 
 __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
     "Capability",
+    "CommitGeometry",
+    "CommitPlan",
+    "DecodePlan",
     "FallbackWarning",
     "FlashKDAError",
     "Plan",
@@ -28,16 +34,27 @@ __all__ = [
     "VerifyLayer",
     "__version__",
     "errors",
+    "memory_report",
+    "plan_commit",
+    "plan_decode",
     "plan_verify",
     "preset",
     "query",
+    "records_spec",
     "register_ops",
 ]
 
-# Names whose modules import torch, loaded on first use: module and name in it.
+# Names of modules that import torch, or that a verify alone does not need, loaded on first use: module and name in it.
 _LAZY = {
+    "CommitGeometry": ("flashkda.commit", "CommitGeometry"),
+    "CommitPlan": ("flashkda.commit", "CommitPlan"),
+    "DecodePlan": ("flashkda.decode", "DecodePlan"),
     "VerifyBinding": ("flashkda.ops.binding", "VerifyBinding"),
     "VerifyLayer": ("flashkda.ops.binding", "VerifyLayer"),
+    "memory_report": ("flashkda.records", "memory_report"),
+    "plan_commit": ("flashkda.commit", "plan_commit"),
+    "plan_decode": ("flashkda.decode", "plan_decode"),
+    "records_spec": ("flashkda.records", "records_spec"),
     "register_ops": ("flashkda.ops.custom_ops", "register"),
 }
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment variables of FlashKDA. No other module of the package reads the environment.
 
-FLASHKDA_VERIFY_PATH   fused | decomposed | reference | auto: the path that `plan_verify(path="auto")` takes
+FLASHKDA_VERIFY_PATH   fused | decomposed | reference | auto: the path that `plan_verify(path="auto")` and
+                       plan_decode take; plan_commit follows to the reference
 FLASHKDA_CACHE_DIR     folder of the built kernels, in place of the user's cache folder
 FLASHKDA_DEBUG_CHECKS  1: check device metadata at every run (synchronizes)
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan_verify: the only place that chooses a path, a tile and a cluster size."""
+"""plan_verify, and how every plan is made: where a path, a tile and a cluster size are chosen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from flashkda import config
 from flashkda.capability import Capability, Reason, detect_arch, query, toolchain_reasons, unique
@@ -26,6 +26,7 @@ from flashkda.geometry import MAX_WINDOW, VerifyGeometry
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
     from flashkda.ops.binding import NormBinding, RecordBinding, ShortConvBinding, VerifyBinding
 
@@ -34,7 +35,7 @@ NUMERICS = ("exact",)
 
 _HEAD_ROWS = 128
 _MOST_CLUSTER = 8  # the largest cluster that every architecture with clusters launches
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,18 @@ class Plan:
     reasons: tuple[Reason, ...]
     kernels_version: str
 
+    op: ClassVar[str] = "verify"
+    verb: ClassVar[str] = "verifies"
+
+    @classmethod
+    def in_flight(cls, geometry: VerifyGeometry) -> VerifyGeometry:
+        """The geometry of what one call computes, for the choice of a tile."""
+        return geometry
+
     def _computation(self) -> dict[str, Any]:
         # Not the reasons: they tell how the choice came about, not what is computed.
         return {
+            "op": self.op,
             "geometry": self.geometry.to_dict(),
             "max_requests": self.max_requests,
             "arch": self.arch,
@@ -151,17 +161,17 @@ class Plan:
         )
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str) -> Self:
         """The inverse of to_json.
 
         Raises PlanMismatchError, with every reason, where the text is not a plan, does not match its own
         fingerprint, was made for other kernels, or FLASHKDA_VERIFY_PATH now asks for another path.
         """
-        plan, stored = _parse(text)
+        plan, stored = _parse(cls, text)
         mismatches = []
         if stored != plan.fingerprint:
             mismatches.append(f"fingerprint: stored {stored}, its contents give {plan.fingerprint}")
-        current = _kernels_version()
+        current = kernels_version()
         if plan.kernels_version != current:
             mismatches.append(f"kernels_version: the plan has {plan.kernels_version}, the kernels here are {current}")
         switch = config.verify_path()
@@ -172,10 +182,10 @@ class Plan:
                 mismatches.append(f"FLASHKDA_VERIFY_PATH: the plan's path is {plan.path}, the switch asks for {switch}")
         if mismatches:
             lines = "".join(f"\n  - {line}" for line in mismatches)
-            raise PlanMismatchError(f"the stored plan cannot be used here (make it again with plan_verify):{lines}")
+            raise PlanMismatchError(f"the stored plan cannot be used here (make it again with plan_{cls.op}):{lines}")
         return plan
 
-    def require(self, path: str) -> Plan:
+    def require(self, path: str) -> Self:
         """This plan, if its path is `path`. Raises UnsupportedError with all the reasons otherwise."""
         refused = query(self.geometry, self.arch).support(path).reasons
         if self.path == path:
@@ -211,6 +221,9 @@ class Plan:
         return binding.bind_gated_rms_norm(self, check_metadata=check_metadata, **tensors)
 
 
+P = TypeVar("P", bound=Plan)
+
+
 def plan_verify(
     geometry: VerifyGeometry,
     max_requests: int,
@@ -236,23 +249,38 @@ def plan_verify(
     GeometryError for a bad argument, ConfigError for a bad FLASHKDA_VERIFY_PATH, and KernelBuildError where fused or
     decomposed is asked for by name and the packages that build and load kernels are missing.
     """
+    return make_plan(Plan, geometry, max_requests, path, device, arch, strict, numerics, tile)
+
+
+def make_plan(
+    kind: type[P],
+    geometry: VerifyGeometry,
+    max_requests: int,
+    path: str,
+    device: torch.device | str | int | None,
+    arch: str | None,
+    strict: bool,
+    numerics: str,
+    tile: Tile | None,
+) -> P:
+    """A plan of this kind: what plan_verify and plan_decode share."""
     _check_arguments(geometry, max_requests, path, numerics, tile)
-    arch = _target(device, arch)
+    arch = target(device, arch)
     asked = path if path != "auto" else config.verify_path() or "auto"
     capability = query(geometry, arch)
     if asked in ("fused", "decomposed"):
-        _require_toolchain(asked, capability)
+        require_toolchain(asked, capability.support(asked).reasons)
     first = PATHS[0] if asked == "auto" else asked
     chosen, reasons = _resolve(capability, first)
     if chosen != first and not (asked == "auto" and arch == "cpu"):
         if strict:
             raise UnsupportedError(first, reasons, hint=f"strict; the fallback would be {chosen}")
-        _warn_once(geometry, arch, first, chosen, reasons)
+        warn_once(f"FlashKDA {kind.verb} {geometry}", arch, first, chosen, reasons, stacklevel=4)
     if chosen == "reference":
         tile = None
     elif tile is None:
-        tile = choose_tile(geometry, max_requests)
-    return Plan(geometry, max_requests, arch, chosen, tile, numerics, reasons, _kernels_version())
+        tile = choose_tile(kind.in_flight(geometry), max_requests)
+    return kind(geometry, max_requests, arch, chosen, tile, numerics, reasons, kernels_version())
 
 
 def _check_arguments(geometry: Any, max_requests: Any, path: Any, numerics: Any, tile: Any) -> None:
@@ -271,7 +299,8 @@ def _check_arguments(geometry: Any, max_requests: Any, path: Any, numerics: Any,
         raise GeometryError.of(problems)
 
 
-def _target(device: torch.device | str | int | None, arch: str | None) -> str:
+def target(device: torch.device | str | int | None, arch: str | None) -> str:
+    """The architecture to plan for. Raises GeometryError where a device is of another one than `arch`."""
     if arch is None or arch == "auto":
         return detect_arch(device)
     if device is not None and (detected := detect_arch(device)) != arch:
@@ -279,12 +308,13 @@ def _target(device: torch.device | str | int | None, arch: str | None) -> str:
     return arch
 
 
-def _require_toolchain(path: str, capability: Capability) -> None:
+def require_toolchain(path: str, refused: Iterable[Reason]) -> None:
+    """Raise KernelBuildError where a package that builds kernels is missing, with what else refuses the path."""
     missing = toolchain_reasons()
     if not missing:
         return
     names = tuple(reason.argument for reason in missing)
-    reasons = unique([*missing, *capability.support(path).reasons])
+    reasons = unique([*missing, *refused])
     lines = "".join(f"\n  - {reason}" for reason in reasons)
     text = f"the {path} path was asked for, and its kernels can be neither built nor loaded without {', '.join(names)}:"
     raise KernelBuildError(text + lines, missing=names)
@@ -301,30 +331,32 @@ def _resolve(capability: Capability, first: str) -> tuple[str, tuple[Reason, ...
 _warned: set[tuple[object, ...]] = set()
 
 
-def _warn_once(geometry: VerifyGeometry, arch: str, first: str, chosen: str, reasons: Iterable[Reason]) -> None:
-    key = (geometry, arch, first, chosen)
+def warn_once(what: str, arch: str, first: str, chosen: str, reasons: Iterable[Reason], *, stacklevel: int = 3) -> None:
+    """Warn that `what` goes by a slower path, with every reason, unless that has been said before."""
+    key = (what, arch, first, chosen)
     if key in _warned:
         return
     lines = "".join(f"\n  - {reason}" for reason in reasons)
-    text = f"FlashKDA verifies {geometry} on {arch} by the {chosen} path; {first} is refused:{lines}"
-    warnings.warn(text, FallbackWarning, stacklevel=3)
+    text = f"{what} on {arch} by the {chosen} path; {first} is refused:{lines}"
+    warnings.warn(text, FallbackWarning, stacklevel=stacklevel)
     _warned.add(key)  # after the warning, which a filter may have turned into an error
 
 
-def _kernels_version() -> str:
+def kernels_version() -> str:
+    """The digest of the kernels' sources."""
     from flashkda.jit.digest import source_digest
 
     return source_digest()
 
 
-def _parse(text: str) -> tuple[Plan, str]:
+def _parse(kind: type[P], text: str) -> tuple[P, str]:
     """The plan in the text, and the fingerprint stored with it."""
     try:
         values = json.loads(text)
-        if not isinstance(values, Mapping) or values.get("format") != _FORMAT:
-            raise ValueError(f"it is not a plan of format {_FORMAT}")
+        if not isinstance(values, Mapping) or (values.get("format"), values.get("op")) != (_FORMAT, kind.op):
+            raise ValueError(f"it is not a plan of format {_FORMAT} to {kind.op}")
         tile = values["tile"]
-        plan = Plan(
+        plan = kind(
             geometry=VerifyGeometry.from_dict(values["geometry"]),
             max_requests=values["max_requests"],
             arch=values["arch"],

@@ -6,6 +6,12 @@ from __future__ import annotations
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-rounds", action="store_true", help="200 rounds of verify and commit for any number of heads"
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if "gpu" in item.keywords]
     if not on_gpu:

@@ -27,6 +27,13 @@ _NAMES = {
     "floor-empty": "floor: an empty launch",
     "floor-state-read": "floor: one read of the state",
 }
+_ROUND = {
+    "flashkda-commit": "commit, all layers in one launch",
+    "floor-state-copy": "torch's copy of the same states",
+    "flashkda-round": "verify and commit",
+    "flashkda-decode-fused": "decode, one launch",
+    "flashkda-decode-decomposed": "decode, three launches",
+}
 
 Row = Mapping[str, Any]
 
@@ -38,14 +45,18 @@ def render(folder: Path) -> str:
 
 
 def file_tables(path: Path) -> Iterator[str]:
-    """A table for each number of heads and each dtype of the state."""
+    """For each number of heads and each dtype of the state a table of the verify, and one of the rest of a round."""
     content = json.loads(path.read_text())
     rows: Sequence[Row] = content if isinstance(content, list) else content["rows"]
     gpu = "" if isinstance(content, list) else content.get("gpu", "")
     for heads, dtype in dict.fromkeys((row["H"], row["state_dtype"]) for row in rows):
         what = ", ".join(filter(None, [gpu, f"{heads} heads", f"{dtype} state"]))
-        caption = f"Microseconds a layer: {what} (`benchmarks/results/{path.name}`)"
-        yield f"{caption}\n\n" + table([row for row in rows if (row["H"], row["state_dtype"]) == (heads, dtype)])
+        chosen = [row for row in rows if (row["H"], row["state_dtype"]) == (heads, dtype)]
+        for title, of_round in (("Verify", False), ("The rest of a round", True)):
+            part = [row for row in chosen if (row["impl"] in _ROUND) == of_round]
+            if part:
+                caption = f"{title}, microseconds a layer: {what} (`benchmarks/results/{path.name}`)"
+                yield f"{caption}\n\n{table(part)}"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -57,13 +68,14 @@ def table(rows: Sequence[Row]) -> str:
         if (row["N"], row["T"]) in of_impl:
             raise ValueError(f"{row['impl']} has N{row['N']} T{row['T']} twice")
         of_impl[row["N"], row["T"]] = float(row["us_per_layer"])
-    names = [*(name for name in _NAMES if name in times), *(name for name in times if name not in _NAMES)]
+    known = _NAMES | _ROUND
+    names = [*(name for name in known if name in times), *(name for name in times if name not in known)]
 
     def line(first: str, numbers: Mapping[tuple[int, int], float]) -> str:
         return f"| {' | '.join([first, *(f'{numbers[p]:.2f}' if p in numbers else '-' for p in points)])} |"
 
     lines = [f"| | {' | '.join(f'N{n} T{t}' for n, t in points)} |", "|---" * (len(points) + 1) + "|"]
-    lines += [line(_NAMES.get(name, name), times[name]) for name in names]
+    lines += [line(known.get(name, name), times[name]) for name in names]
     if _FUSED in times and _DECOMPOSED in times:
         one, three = times[_FUSED], times[_DECOMPOSED]
         both = one.keys() & three.keys()

@@ -15,19 +15,21 @@ from flashkda.errors import MetadataError
 from flashkda.geometry import VerifyGeometry
 
 
-def check_metadata(geometry: VerifyGeometry, tensors: Mapping[str, torch.Tensor | None], rows: int) -> None:
+def check_metadata(
+    geometry: VerifyGeometry, tensors: Mapping[str, torch.Tensor | None], rows: int, most_tokens: int | None = None
+) -> None:
     """Read the index tensors on the host and raise MetadataError for the first bad entry; mutates nothing.
 
     tensors: query_start_loc [N+1] and state_indices [N]; num_accepted and record_indices [N] where the geometry has
     them; state, conv_state and corrections of those bindings that have them, for the sizes of the pools.
-    rows: M, the packed token rows.
+    rows: M, the packed token rows. most_tokens: of one request, where that is not the window.
 
     query_start_loc starts at 0, does not fall, gives a request at most T tokens and ends at M or before. Of the
     requests that take part (a slot above null_slot and at least one token): the slot is inside both pools and no
     other's, the record row is inside the records and no other's, and num_accepted is in 0..T.
     """
     starts = _values(tensors, "query_start_loc") or [0]
-    _check_starts(starts, geometry.window, rows)
+    _check_starts(starts, most_tokens or geometry.window, rows)
     slots = _values(tensors, "state_indices") or []
     live = [n for n, slot in enumerate(slots) if slot > geometry.null_slot and starts[n + 1] > starts[n]]
     for pool in ("state", "conv_state"):

@@ -15,6 +15,8 @@ Importing this module, or calling flashkda.register_ops(), registers
                        key_gate
                        mutates out (every row), corrections, key_gate, conv_state
 
+    kda_commit         see flashkda.ops.commit_op
+
 and each takes `plan` last: a plan as JSON text (`Plan.to_json()`), which a compiled or exported graph then carries. The
 tensors are positional or by name; None for those (?) that the geometry does not have. Nothing is returned. The fused op
 runs the plan's path, whichever it is.
@@ -33,6 +35,7 @@ from typing import Any
 
 import torch
 
+import flashkda.ops.commit_op  # noqa: F401  registers kda_commit
 from flashkda import config
 from flashkda.ops.binding import NormBinding, RuleBinding, ShortConvBinding, VerifyBinding
 from flashkda.ops.checks import check_metadata

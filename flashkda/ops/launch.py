@@ -11,7 +11,7 @@ import torch
 
 from flashkda import config
 from flashkda.errors import NotPreparedError, StaleBindingError, TensorError
-from flashkda.ops import checks, reference
+from flashkda.ops import checks, decode_reference, reference
 from flashkda.ops.validate import KERNELS, REQUESTS, ROWS, SPECS, Sizes, is_used, leading_size, validate, validate_step
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ _REFERENCE: dict[str, Callable[..., None]] = {
     "record": reference.record,
     "gated_rms_norm": reference.gated_rms_norm,
     "fused_verify": reference.verify,
+    "decode_rule": decode_reference.decode_rule,
+    "fused_decode": decode_reference.decode,
 }
 # Signatures remembered for each per-step tensor; beyond, all are forgotten, so that odd callers do not leak.
 _MOST_SIGNATURES = 4096
@@ -117,6 +119,7 @@ class Binding:
     written: ClassVar[tuple[str, ...]]
     scratch: ClassVar[tuple[str, ...]] = ()
     output: ClassVar[str | None] = "out"  # zeroed where there is no request
+    most_tokens: ClassVar[int | None] = None  # of one request; None: the window
 
     def __init__(
         self, plan: Plan, tensors: Mapping[str, torch.Tensor | None], *, check_metadata: bool | None = None
@@ -182,7 +185,7 @@ class Binding:
             call = self._override(call, overrides)
         if self._check and not is_capturing():
             validate(self.plan, self.arguments, self.written, {name: call.tensors[name] for name in self.arguments})
-            checks.check_metadata(self.plan.geometry, call.tensors, call.sizes.rows)
+            checks.check_metadata(self.plan.geometry, call.tensors, call.sizes.rows, self.most_tokens)
         if 0 in call.sizes:
             if call.output is not None:
                 call.output.zero_()

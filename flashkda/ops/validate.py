@@ -21,6 +21,7 @@ from flashkda import capability
 from flashkda.errors import TensorError
 
 if TYPE_CHECKING:
+    from flashkda.commit import CommitPlan
     from flashkda.geometry import VerifyGeometry
     from flashkda.planner import Plan
 
@@ -90,6 +91,10 @@ KERNELS: dict[str, KernelArguments] = {
         (*_CONV, *_RULE, *_NORM, *_BATCH, "num_accepted", "record_indices", "out", *_RECORDS),
         ("out", *_RECORDS, "conv_state"),
     ),
+    "decode_rule": KernelArguments(("qkv", *_RULE, *_BATCH, "o"), ("o", "state")),
+    "fused_decode": KernelArguments(
+        (*_CONV, *_RULE, *_NORM, *_BATCH, "num_accepted", "out"), ("out", "conv_state", "state")
+    ),
 }
 
 # What may be given anew at each run, by the size that may then be smaller than at bind.
@@ -140,7 +145,7 @@ def validate(plan: Plan, names: Iterable[str], written: Iterable[str], tensors: 
     sizes = Sizes(_common_size(used, ROWS), _common_size(used, REQUESTS))
     device = statistics.mode(tensor.device for tensor in used.values())
     check_device(plan, device)
-    symbols = _symbols(geometry, sizes)
+    symbols = symbols_of(geometry, sizes)
     for name, tensor in used.items():
         check_tensor(geometry, name, tensor, symbols, device)
     _check_capacities(plan, used, sizes)
@@ -156,10 +161,10 @@ def validate_step(plan: Plan, name: str, tensor: object, capacity: Sizes, device
     if not 0 <= size <= bound:
         hint = "bind again with the larger size"
         raise TensorError(name, f"room for at most {bound} {_unit(name)}, as bound", f"{size}", hint)
-    check_tensor(plan.geometry, name, tensor, _symbols(plan.geometry, Sizes(size, size)), device)
+    check_tensor(plan.geometry, name, tensor, symbols_of(plan.geometry, Sizes(size, size)), device)
 
 
-def check_device(plan: Plan, device: torch.device) -> None:
+def check_device(plan: Plan | CommitPlan, device: torch.device) -> None:
     """The device has to be one that the plan's kernels were made for; the reference runs anywhere."""
     if plan.path == "reference":
         return
@@ -173,10 +178,15 @@ def check_device(plan: Plan, device: torch.device) -> None:
 
 
 def check_tensor(
-    geometry: VerifyGeometry, name: str, tensor: torch.Tensor, symbols: dict[str, int], device: torch.device
+    geometry: VerifyGeometry,
+    name: str,
+    tensor: torch.Tensor,
+    symbols: dict[str, int],
+    device: torch.device,
+    spec: TensorSpec | None = None,
 ) -> None:
-    """One tensor against its line of the table. Free symbols of its shape are added to `symbols`."""
-    spec = SPECS[name]
+    """One tensor against its line of the table, or of another one. Free symbols of its shape are added to `symbols`."""
+    spec = SPECS[name] if spec is None else spec
     if tensor.layout is not torch.strided:
         raise TensorError(name, "a strided tensor", str(tensor.layout), "make it dense")
     if tensor.device != device:
@@ -227,7 +237,8 @@ def _common_size(tensors: Mapping[str, torch.Tensor], group: tuple[str, ...]) ->
     return max(statistics.mode(sizes), 0) if sizes else 0
 
 
-def _symbols(geometry: VerifyGeometry, sizes: Sizes) -> dict[str, int]:
+def symbols_of(geometry: VerifyGeometry, sizes: Sizes) -> dict[str, int]:
+    """The sizes that a geometry and a batch fix, by their symbols in the table."""
     return {
         "M": sizes.rows,
         "N": sizes.requests,

@@ -15,15 +15,21 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from flashkda.capability import ARCHITECTURES
+from flashkda.commit import CommitGeometry
 from flashkda.geometry import VerifyGeometry, preset
-from flashkda.kernels.specs import KINDS, make_spec
+from flashkda.kernels.specs import KINDS, make_commit_spec, make_spec
 from flashkda.planner import TILES, Tile
 
 CLUSTER_ARCHS = ("sm_90a", "sm_100a", "sm_120a")
 # The same code as sm_100a but for its name: one kernel of each kind.
 SIBLING_ARCH = "sm_103a"
 DECOMPOSED_ARCHS = ("sm_80", "sm_89")
-TILED_KINDS = ("record", "fused_verify")
+TILED_KINDS = ("record", "fused_verify", "fused_decode", "decode_rule")
+FUSED_KINDS = ("fused_verify", "fused_decode")
+COMMITS = {
+    "commit": {},
+    "commit_all": dict.fromkeys(("compact", "has_dst", "has_boundary", "has_accepted_indices"), True),
+}
 
 FACTORS = (
     "window", "state_dtype", "alignment", "gate", "conv_layout", "norm", "has_num_accepted", "records", "index_dtype",
@@ -71,6 +77,8 @@ class Case:
     @property
     def spec(self) -> tuple[Any, tuple[Any, ...]]:
         """Module-level function and arguments that give key and recipe; picklable."""
+        if self.kind in COMMITS:
+            return make_commit_spec, (CommitGeometry(self.geometry, 2, **COMMITS[self.kind]), self.arch)
         return make_spec, (self.kind, self.geometry, self.tile, self.arch)
 
 
@@ -89,7 +97,8 @@ def _unique(cases: Iterable[Case]) -> tuple[Case, ...]:
     for case in cases:
         # Without a norm the decomposed path has two launches.
         if case.kind != "gated_rms_norm" or case.geometry.norm:
-            found.setdefault(make_spec(*case.spec[1])[0], case)
+            recipe, arguments = case.spec
+            found.setdefault(recipe(*arguments)[0], case)
     return tuple(found.values())
 
 
@@ -113,6 +122,14 @@ def _quick() -> Iterator[Case]:
     for i, arch in enumerate(DECOMPOSED_ARCHS):
         for kind in ("short_conv", "gated_rms_norm"):
             yield _case(kind, TILES[0], arch, _TABLE[-1 - 2 * i])
+        yield _case("decode_rule", TILES[i], arch, _TABLE[-1 - 2 * i])
+    for i, arch in enumerate((*CLUSTER_ARCHS, "sm_80")):
+        for t, tile in enumerate(TILES):
+            for kind in ("fused_decode", "decode_rule") if ARCHITECTURES[arch].cluster else ():
+                yield _case(kind, tile, arch, _TABLE[(5 * i + 3 * t) % len(_TABLE)])
+        yield _case("commit", TILES[-1], arch, _TABLE[(3, 8, 1, 10)[i]])
+        yield _case("commit_all", TILES[-1], arch, _TABLE[(11, 9, 6, 5)[i]])
+    yield _case("commit_all", TILES[-1], "sm_90a", _TABLE[9])
     for kind in KINDS:
         yield _case(kind, TILES[-1], SIBLING_ARCH, _ENGINE[16])
 
@@ -120,7 +137,7 @@ def _quick() -> Iterator[Case]:
 def _full() -> Iterator[Case]:
     for arch, info in ARCHITECTURES.items():
         for kind in KINDS:
-            if kind == "fused_verify" and not info.cluster:
+            if kind in FUSED_KINDS and not info.cluster:
                 continue
             for tile in TILES:
                 for named in (*_TABLE, *_ENGINE.values()):

@@ -10,10 +10,22 @@ import itertools
 import pytest
 
 from flashkda.capability import ARCHITECTURES
+from flashkda.commit import CommitGeometry
 from flashkda.geometry import VerifyGeometry
-from flashkda.kernels.specs import KINDS, make_spec
+from flashkda.kernels.specs import KINDS, make_commit_spec, make_spec
 from flashkda.planner import TILES
-from tests.compile.cases import CLUSTER_ARCHS, DECOMPOSED_ARCHS, FACTORS, ROWS, SIBLING_ARCH, quick_cases, row_geometry
+from tests.compile.cases import (
+    CLUSTER_ARCHS,
+    COMMITS,
+    DECOMPOSED_ARCHS,
+    FACTORS,
+    FUSED_KINDS,
+    ROWS,
+    SIBLING_ARCH,
+    TILED_KINDS,
+    quick_cases,
+    row_geometry,
+)
 from tests.compile.rounding import IR_APPROXIMATE, IR_ARITHMETIC
 
 pytestmark = pytest.mark.compile
@@ -26,6 +38,11 @@ BASE = VerifyGeometry(heads=12, window=4)
 # All at once, what a kernel's code does not depend on.
 IRRELEVANT = {
     "fused_verify": {},
+    "fused_decode": {"records": "indices"},
+    "decode_rule": {
+        "conv_layout": "DS", "conv_weight_dtype": "bfloat16", "norm_weight_dtype": "bfloat16", "norm": False,
+        "has_num_accepted": True, "norm_eps": 1e-6, "records": "indices",
+    },
     "record": {
         "conv_layout": "DS", "conv_weight_dtype": "bfloat16", "norm_weight_dtype": "bfloat16", "norm": False,
         "has_num_accepted": True, "norm_eps": 1e-6,
@@ -43,6 +60,8 @@ IRRELEVANT = {
 # One at a time, some of what it does depend on (all of it: tests/unit/test_kernel_specs.py).
 RELEVANT = {
     "fused_verify": ({"norm": False},),
+    "fused_decode": ({"norm": False}, {"has_num_accepted": True}),
+    "decode_rule": ({"state_dtype": "bfloat16"},),
     "record": (
         {"window": 8}, {"state_dtype": "bfloat16"}, {"gate": "softplus", "lower_bound": None}, {"records": "request"},
     ),
@@ -64,7 +83,7 @@ def key(given):
 def test_geometries_that_share_a_key_share_the_code(kind, examiner):
     other = BASE.replace(**{"heads": 96, "window": 3, **IRRELEVANT[kind]})
     # Short conv and norm are not tiled.
-    tile = TILES[0] if kind in ("record", "fused_verify") else TILES[-1]
+    tile = TILES[0] if kind in TILED_KINDS else TILES[-1]
     one, two = spec(kind), spec(kind, other, tile)
     assert key(one) == key(two)
     assert examiner.facts(one).ptx_digest == examiner.compile_again(two).ptx_digest
@@ -85,6 +104,14 @@ def test_one_launch_computes_with_what_the_three_compute_with(examiner):
     """The same operations, none besides: an exp of another kind in one of them would be another formula."""
     used = {kind: examiner.facts(spec(kind)).ir_operations.keys() & (IR_ARITHMETIC | IR_APPROXIMATE) for kind in KINDS}
     assert used["fused_verify"] == used["short_conv"] | used["record"] | used["gated_rms_norm"]
+    assert used["fused_decode"] == used["fused_verify"] and used["decode_rule"] == used["record"]
+
+
+def test_the_commit_computes_with_what_the_verify_computes_with(examiner):
+    recipe = (make_commit_spec, (CommitGeometry(BASE, 2), ARCH))
+    commit = examiner.facts(recipe).ir_operations.keys() & (IR_ARITHMETIC | IR_APPROXIMATE)
+    record = examiner.facts(spec("record")).ir_operations.keys() & (IR_ARITHMETIC | IR_APPROXIMATE)
+    assert commit and commit <= record
 
 
 class TestTable:
@@ -110,5 +137,6 @@ class TestTable:
             assert {geometry.window for geometry in met[-1]} == {1, 4, 8, 16}
         assert all(one | two == rows for one, two in itertools.pairwise(met))
         kinds = {arch: {case.kind for case in quick_cases() if case.arch == arch} for arch in ARCHITECTURES}
-        assert all(kinds[arch] == set(KINDS) for arch in (*CLUSTER_ARCHS, SIBLING_ARCH))
-        assert all(kinds[arch] == set(KINDS) - {"fused_verify"} for arch in DECOMPOSED_ARCHS)
+        assert all(kinds[arch] == {*KINDS, *COMMITS} for arch in CLUSTER_ARCHS)
+        assert kinds[SIBLING_ARCH] == set(KINDS)
+        assert all(kinds[arch] - set(COMMITS) == set(KINDS) - set(FUSED_KINDS) for arch in DECOMPOSED_ARCHS)

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from flashkda.errors import KernelBuildError
-from tests.gpu import accuracy, invariance, layer, matrix, pairwise, replays, reported, sanitizer
+from tests.gpu import accuracy, invariance, layer, matrix, pairwise, replays, reported, rounds, sanitizer
 from tests.gpu.environment import ROOT, clocks, environment, gpu_slug, use_local_kernel_cache, write_json
 from tests.gpu.setup import Check, Setup, kernel_specs
 from tests.oracle import CORRECTION_TOLERANCE, OUT_TOLERANCE
 
 BUDGET = 525.0
 SOURCES = ("flashkda", "tests/gpu", "tests/inputs.py", "tests/oracle.py", "tests/regroup.py")
-GROUPS = (reported, accuracy, invariance, matrix, pairwise, replays, layer, sanitizer)
+GROUPS = (reported, accuracy, invariance, matrix, pairwise, replays, rounds, layer, sanitizer)
 
 
 def all_checks(setup: Setup) -> list[Check]:
@@ -82,7 +82,7 @@ def build(evidence: Evidence, checks: Iterable[Check], jobs: int | None) -> None
     """Build all kernels of the checks, in parallel. A kernel that fails is its checks' failure, later."""
     from flashkda.jit.cache import prebuild
 
-    specs = kernel_specs(plan for check in checks for plan in check.plans)
+    specs = kernel_specs((plan for check in checks for plan in check.plans), (k for c in checks for k in c.kernels))
     start = time.monotonic()
     evidence.say(f"building {len(specs)} kernels")
     check = Check("build", f"{len(specs)} kernels", dict)

@@ -44,6 +44,8 @@ class Check:
     name: str
     run: Callable[[], Detail]
     plans: tuple[Plan, ...] = field(default=(), repr=False)
+    # Others than the plans': recipes and their arguments, as `jit.cache.prebuild` takes them.
+    kernels: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -140,18 +142,22 @@ def kimi_k3(window: int, heads: int = 12, **changes: Any) -> VerifyGeometry:
     return preset("kimi-k3", window=window, **changes).replace(heads=heads)
 
 
-def kernel_specs(plans: Iterable[Plan]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """What `jit.cache.prebuild` has to build for these plans: each kernel once."""
+def kernel_specs(
+    plans: Iterable[Plan], more: Iterable[tuple[Callable[..., Any], tuple[Any, ...]]] = ()
+) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """What `jit.cache.prebuild` has to build for these plans, and ``more`` recipes: each kernel once."""
     from flashkda.kernels import specs
 
     found: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+    for recipe, arguments in more:
+        found.setdefault(recipe(*arguments)[0], (recipe, arguments))
     for plan in plans:
         if plan.path == "reference":
             continue
         assert plan.tile is not None
         for kind in VerifyBinding.kinds(plan):
-            arguments = (kind, plan.geometry, plan.tile, plan.arch)
-            found.setdefault(specs.make_spec(*arguments)[0], (specs.make_spec, arguments))
+            wanted = (kind, plan.geometry, plan.tile, plan.arch)
+            found.setdefault(specs.make_spec(*wanted)[0], (specs.make_spec, wanted))
     return list(found.values())
 
 

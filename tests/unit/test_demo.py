@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+
 import pytest
 import torch
 
@@ -75,6 +78,10 @@ def test_compare_names_what_differs(monkeypatch):
 def test_the_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(demo, "cross_compile", lambda geometry, requests: None)
+    monkeypatch.setattr(demo, "language_model", lambda: False)
+    assert demo.main([]) == 1
+    monkeypatch.setattr(demo, "language_model", lambda: True)
+    capsys.readouterr()
     assert demo.main([]) == 0
     assert capsys.readouterr().out.count("  ok") == 3
     monkeypatch.setattr(demo, "accepted_law", lambda *arguments: False)
@@ -87,6 +94,19 @@ def test_the_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(demo, "cross_compile", missing)
     assert demo.main([]) == 1
     assert "no DSL" in capsys.readouterr().err
+
+
+def test_the_language_model(monkeypatch, tmp_path, capsys):
+    for status, held in ((0, True), (1, False)):
+        done = subprocess.CompletedProcess([], status)
+        monkeypatch.setattr(subprocess, "run", lambda command, cwd, done=done: done)
+        assert demo.language_model() is held
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert demo.language_model()
+    assert "it needs safetensors and rich" in capsys.readouterr().out
+    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    assert demo.language_model()
+    assert "without the examples" in capsys.readouterr().out
 
 
 @pytest.mark.compile

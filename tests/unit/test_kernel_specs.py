@@ -18,7 +18,8 @@ from flashkda.planner import TILES
 
 BASE = VerifyGeometry(heads=12, window=4)
 ARCH = "sm_90a"
-TILED = ("record", "fused_verify")
+TILED = ("record", "fused_verify", "fused_decode", "decode_rule")
+FUSED = ("fused_verify", "fused_decode")
 WITHOUT_CLUSTERS = [arch for arch, info in ARCHITECTURES.items() if not info.cluster]
 
 # Another value of each field, and the kernels whose code it changes.
@@ -27,19 +28,19 @@ CHANGES = [
     ({"window": 3}, ()),
     ({"window": 5}, ("short_conv", "record", "fused_verify")),
     ({"state_dtype": "bfloat16"}, TILED),
-    ({"conv_layout": "DS"}, ("short_conv", "fused_verify")),
-    ({"conv_weight_dtype": "bfloat16"}, ("short_conv", "fused_verify")),
-    ({"norm_weight_dtype": "bfloat16"}, ("gated_rms_norm", "fused_verify")),
+    ({"conv_layout": "DS"}, ("short_conv", *FUSED)),
+    ({"conv_weight_dtype": "bfloat16"}, ("short_conv", *FUSED)),
+    ({"norm_weight_dtype": "bfloat16"}, ("gated_rms_norm", *FUSED)),
     ({"gate": "softplus", "lower_bound": None}, TILED),
     ({"lower_bound": -4.0}, TILED),
-    ({"norm": False}, ("fused_verify",)),
+    ({"norm": False}, FUSED),
     ({"alignment": 2}, KINDS),
     ({"null_slot": -1}, KINDS),
     ({"index_dtype": "int64"}, KINDS),
-    ({"has_num_accepted": True}, ("short_conv", "fused_verify")),
-    ({"records": "request"}, TILED),
-    ({"records": "indices"}, TILED),
-    ({"norm_eps": 1e-6}, ("gated_rms_norm", "fused_verify")),
+    ({"has_num_accepted": True}, ("short_conv", *FUSED)),
+    ({"records": "request"}, ("record", "fused_verify")),
+    ({"records": "indices"}, ("record", "fused_verify")),
+    ({"norm_eps": 1e-6}, ("gated_rms_norm", *FUSED)),
 ]
 
 
@@ -91,10 +92,10 @@ def test_a_preset_keeps_its_options(name, tp, window):
         assert traits.vector == 4 and traits.null_slot == 0
         if kind in TILED:
             assert (traits.gate, traits.lower_bound) == (PRESETS[name].gate, PRESETS[name].lower_bound)
-            assert traits.capacity == window
+            assert traits.capacity == (1 if traits.decode else window) and traits.decode == ("decode" in kind)
             assert traits.rows == tile.rows and traits.rows * traits.cluster == 128 and traits.cluster == tile.cluster
             assert traits.threads % 32 == 0 and tile.threads <= traits.threads <= 1024
-        if kind in ("gated_rms_norm", "fused_verify"):
+        if kind in ("gated_rms_norm", *FUSED):
             assert traits.norm_eps == PRESETS[name].norm_eps
         # Tensor-parallel ranks share their kernels.
         assert key(kind, geometry, tile, arch) == key(kind, preset(name, window=window), tile, arch)

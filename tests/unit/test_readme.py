@@ -164,7 +164,7 @@ def test_results_become_tables(tmp_path):
     rows.append(row("flashkda-fused", 1, 4, 4, state_dtype="bfloat16"))
     (tmp_path / "x-h200.json").write_text(json.dumps({"gpu": "X", "rows": rows, "host_us": 1}))
     lines = readme_table.render(tmp_path).split("\n")
-    assert lines[0] == "Microseconds a layer: X, 12 heads, float32 state (`benchmarks/results/x-h200.json`)"
+    assert lines[0] == "Verify, microseconds a layer: X, 12 heads, float32 state (`benchmarks/results/x-h200.json`)"
     assert lines[2:8] == [
         "| | N1 T4 | N8 T4 |",
         "|---|---|---|",
@@ -173,7 +173,10 @@ def test_results_become_tables(tmp_path):
         "| other | - | 3.00 |",
         "| three / one | 2.00 | - |",
     ]
-    assert lines[9] == "Microseconds a layer: X, 12 heads, bfloat16 state (`benchmarks/results/x-h200.json`)"
+    assert lines[9] == "Verify, microseconds a layer: X, 12 heads, bfloat16 state (`benchmarks/results/x-h200.json`)"
+    (tmp_path / "x-h200.json").write_text(json.dumps([*rows[:1], row("flashkda-commit", 1, 4, 0.5)]))
+    verify, of_round = readme_table.render(tmp_path).split("\n\nThe rest of a round, ")
+    assert "commit" not in verify and "| commit, all layers in one launch | 0.50 |" in of_round
     (tmp_path / "x-h200.json").write_text(json.dumps(rows[:1]))
     assert "X" not in readme_table.render(tmp_path)
 
