@@ -15,8 +15,8 @@ from benchmarks.timing import Timing, capture, time_graphs
 from flashkda.commit import CommitGeometry
 from flashkda.geometry import PRESETS, preset
 from flashkda.planner import plan_verify
-from tests.gpu.rounds import World
 from tests.gpu.setup import Setup
+from tests.gpu.worlds import World
 
 COMMIT_REQUESTS = (1, 8, 32, 128)
 DECODE_REQUESTS = (1, 8, 32, 128)

@@ -29,7 +29,7 @@ from tests.inputs import Case
 POINTS = ((1, 1), (1, 4), (1, 8), (1, 16), (8, 4), (32, 4), (64, 8), (128, 4))
 HOST_POINTS = ((1, 4), (8, 4))
 PATHS = {"flashkda-fused": "fused", "flashkda-decomposed": "decomposed"}
-SOURCES = ("flashkda", "benchmarks", "tests/gpu/cases.py", "tests/gpu/rounds.py", "tests/inputs.py")
+SOURCES = ("flashkda", "benchmarks", "tests/gpu/cases.py", "tests/gpu/worlds.py", "tests/inputs.py")
 
 
 def layers(requests: int) -> int:
