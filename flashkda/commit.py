@@ -4,17 +4,17 @@ docs/commit.md."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashkda import config, planner
 from flashkda.capability import Capability, Reason, query
 from flashkda.errors import GeometryError, PlanMismatchError, Problem, UnsupportedError
 from flashkda.geometry import VerifyGeometry
+from flashkda.stored import check_stored, fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -111,9 +111,11 @@ class CommitPlan:
     reasons: tuple[Reason, ...]
     kernels_version: str
 
+    op: ClassVar[str] = "commit"
+
     def _computation(self) -> dict[str, Any]:
         return {
-            "op": "commit",
+            "op": self.op,
             "geometry": self.geometry.to_dict(),
             "max_requests": self.max_requests,
             "arch": self.arch,
@@ -124,8 +126,7 @@ class CommitPlan:
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that differ between plans that run differently, the same in every process."""
-        text = json.dumps(self._computation(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return fingerprint(self._computation())
 
     def to_json(self) -> str:
         """The plan as JSON text, with its fingerprint."""
@@ -140,21 +141,12 @@ class CommitPlan:
         fingerprint, was made for other kernels, or FLASHKDA_VERIFY_PATH now asks for another path.
         """
         plan, stored = _parse(text)
-        mismatches = []
-        if stored != plan.fingerprint:
-            mismatches.append(f"fingerprint: stored {stored}, its contents give {plan.fingerprint}")
-        current = planner.kernels_version()
-        if plan.kernels_version != current:
-            mismatches.append(f"kernels_version: the plan has {plan.kernels_version}, the kernels here are {current}")
         switch = config.verify_path()
+        leads_to: tuple[str, ...] = ()
         if switch is not None:
             wanted = _switched(switch)
-            leads_to, _ = _resolve(query(plan.geometry.verify, plan.arch, toolchain=False), wanted)
-            if plan.path not in (wanted, leads_to):
-                mismatches.append(f"FLASHKDA_VERIFY_PATH: the plan's path is {plan.path}, the switch asks for {switch}")
-        if mismatches:
-            lines = "".join(f"\n  - {line}" for line in mismatches)
-            raise PlanMismatchError(f"the stored plan cannot be used here (make it again with plan_commit):{lines}")
+            leads_to = wanted, _resolve(query(plan.geometry.verify, plan.arch, toolchain=False), wanted)[0]
+        check_stored(plan, stored, planner.kernels_version(), switch, leads_to)
         return plan
 
     def bind(self, *, check_metadata: bool | None = None, **tensors: LayerTensors | None) -> CommitBinding:
@@ -230,7 +222,7 @@ def _parse(text: str) -> tuple[CommitPlan, str]:
     """The plan in the text, and the fingerprint stored with it."""
     try:
         values = json.loads(text)
-        if not isinstance(values, Mapping) or values.get("format") != _FORMAT or values.get("op") != "commit":
+        if not isinstance(values, Mapping) or values.get("format") != _FORMAT or values.get("op") != CommitPlan.op:
             raise ValueError(f"it is not a commit's plan of format {_FORMAT}")
         plan = CommitPlan(
             geometry=CommitGeometry.from_dict(values["geometry"]),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 from collections.abc import Iterable, Mapping
@@ -23,6 +22,7 @@ from flashkda.errors import (
     UnsupportedError,
 )
 from flashkda.geometry import MAX_WINDOW, VerifyGeometry
+from flashkda.stored import check_stored, fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -149,8 +149,7 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that differ between plans that run differently, the same in every process."""
-        text = json.dumps(self._computation(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return fingerprint(self._computation())
 
     def to_json(self) -> str:
         """The plan as JSON text, with its fingerprint."""
@@ -168,21 +167,12 @@ class Plan:
         fingerprint, was made for other kernels, or FLASHKDA_VERIFY_PATH now asks for another path.
         """
         plan, stored = _parse(cls, text)
-        mismatches = []
-        if stored != plan.fingerprint:
-            mismatches.append(f"fingerprint: stored {stored}, its contents give {plan.fingerprint}")
-        current = kernels_version()
-        if plan.kernels_version != current:
-            mismatches.append(f"kernels_version: the plan has {plan.kernels_version}, the kernels here are {current}")
         switch = config.verify_path()
+        leads_to: tuple[str, ...] = ()
         if switch is not None:
             # The switch may itself have fallen back when the plan was made: compare with what it leads to.
-            leads_to, _ = _resolve(query(plan.geometry, plan.arch, toolchain=False), switch)
-            if plan.path not in (switch, leads_to):
-                mismatches.append(f"FLASHKDA_VERIFY_PATH: the plan's path is {plan.path}, the switch asks for {switch}")
-        if mismatches:
-            lines = "".join(f"\n  - {line}" for line in mismatches)
-            raise PlanMismatchError(f"the stored plan cannot be used here (make it again with plan_{cls.op}):{lines}")
+            leads_to = switch, _resolve(query(plan.geometry, plan.arch, toolchain=False), switch)[0]
+        check_stored(plan, stored, kernels_version(), switch, leads_to)
         return plan
 
     def require(self, path: str) -> Self:

@@ -17,7 +17,7 @@ from flashkda import config
 from flashkda.errors import NotPreparedError, TensorError
 from flashkda.ops import commit_checks, commit_reference
 from flashkda.ops.commit_validate import LAYERED, check_records, check_requests, validate_commit
-from flashkda.ops.launch import is_capturing, signature
+from flashkda.ops.launch import is_capturing, signature, start_once
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,9 +36,6 @@ Layers = Mapping[str, tuple[torch.Tensor, ...]]
 
 # Sets of signatures that a binding remembers; beyond, all are forgotten, so that odd callers do not leak.
 _MOST_SIGNATURES = 4096
-
-# Kernels whose code CUDA has loaded, by device.
-_started: set[tuple[Callable[..., Any], torch.device]] = set()
 
 
 class CommitProgram:
@@ -77,16 +74,13 @@ class CommitProgram:
         return functools.partial(self._kernel, table, *[layers[n][0] if n in layers else None for n in LAYERED[:4]])
 
     def start(self, call: Callable[..., None], requests: Mapping[str, torch.Tensor]) -> None:
-        """Launch once for one null request, which writes nothing: CUDA loads a kernel's code at its first launch, and
-        that must not come under capture."""
+        """Start the kernel, with one null request."""
         device = requests["state_indices"].device
-        if self._kernel is None or device.type != "cuda" or is_capturing() or (self._kernel, device) in _started:
+        if self._kernel is None or device.type != "cuda" or is_capturing():
             return
         nobody = {name: torch.zeros(1, dtype=t.dtype, device=device) for name, t in requests.items()}
         nobody["state_indices"].fill_(self._plan.geometry.verify.null_slot)
-        with torch.cuda.device(device):
-            call(*[nobody.get(name) for name in ORDER])
-        _started.add((self._kernel, device))
+        start_once(self._kernel, device, functools.partial(call, *[nobody.get(name) for name in ORDER]))
 
     def _run_reference(self, layers: Layers, *requests: torch.Tensor | None) -> None:
         if is_capturing():

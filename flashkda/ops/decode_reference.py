@@ -11,11 +11,10 @@ from torch import Tensor
 from flashkda.ops.reference import (
     decay,
     delta_rule,
-    gated_rms_norm,
+    in_a_row,
     live_requests,
     normalize_key,
     normalize_query,
-    short_conv,
     sigmoid,
 )
 
@@ -83,32 +82,18 @@ def decode(
 
     Mutates ``out`` (every row), ``state`` and ``conv_state``.
     """
-    # One verdict for the three stages: a slot that either pool lacks is null in all of them.
-    slots = min(state.shape[0], conv_state.shape[0])
-    state_indices = torch.where(state_indices < slots, state_indices, geometry.null_slot)
-    qkv = torch.empty(mixed_qkv.shape, dtype=mixed_qkv.dtype, device=mixed_qkv.device)
-    o = torch.empty(out.shape, dtype=out.dtype, device=out.device) if geometry.norm else out
-    batch = {"query_start_loc": query_start_loc, "state_indices": state_indices}
-    short_conv(
+    in_a_row(
         geometry,
+        decode_rule,
         mixed_qkv=mixed_qkv,
         conv_weight=conv_weight,
         conv_state=conv_state,
-        num_accepted=num_accepted,
-        qkv=qkv,
-        **batch,
-    )
-    decode_rule(
-        geometry,
-        qkv=qkv,
-        raw_gate=raw_gate,
-        raw_beta=raw_beta,
-        A_log=A_log,
-        dt_bias=dt_bias,
+        gates={"raw_gate": raw_gate, "raw_beta": raw_beta, "A_log": A_log, "dt_bias": dt_bias},
         state=state,
-        o=o,
-        **batch,
+        output_gate=output_gate,
+        norm_weight=norm_weight,
+        query_start_loc=query_start_loc,
+        state_indices=state_indices,
+        num_accepted=num_accepted,
+        out=out,
     )
-    if geometry.norm:
-        assert output_gate is not None and norm_weight is not None
-        gated_rms_norm(geometry, o=o, output_gate=output_gate, norm_weight=norm_weight, out=out, **batch)

@@ -41,6 +41,15 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def start_once(kernel: Callable[..., Any], device: torch.device, launch: Callable[[], Any]) -> None:
+    """Call `launch`, which launches the kernel and has it write nothing, unless the kernel has been started on this
+    device: CUDA loads its code at its first launch, which must not come under capture."""
+    if (kernel, device) not in _started:
+        with torch.cuda.device(device):
+            launch()
+        _started.add((kernel, device))
+
+
 class Program:
     """The kernels of one kind of binding, in order, and the scratch between them. Holds no tensor.
 
@@ -69,8 +78,7 @@ class Program:
         return tuple([(kernel, tuple([tensors[name] for name in names])) for kernel, names in self._kernels])
 
     def start(self, tensors: Mapping[str, Any]) -> None:
-        """Launch each kernel once for one null request and no rows, which writes nothing: CUDA loads a kernel's code at
-        its first launch, and that must not come under capture."""
+        """Start each kernel, with one null request and no rows."""
         device = tensors["state_indices"].device
         if device.type != "cuda" or self._plan.path == "reference" or is_capturing():
             return
@@ -81,10 +89,7 @@ class Program:
                 nobody[name] = torch.zeros(size, dtype=tensors[name].dtype, device=device)
         nobody["state_indices"].fill_(self._plan.geometry.null_slot)
         for kernel, arguments in self.launches({**tensors, **nobody}):
-            if (kernel, device) not in _started:
-                with torch.cuda.device(device):
-                    kernel(*arguments)
-                _started.add((kernel, device))
+            start_once(kernel, device, functools.partial(kernel, *arguments))
 
 
 class _Call(NamedTuple):

@@ -28,7 +28,8 @@ The metadata is read on the host: this backend synchronizes, and cannot be captu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -330,44 +331,50 @@ def verify(
 
     Mutates ``out``, ``corrections``, ``key_gate`` and ``conv_state``. ``state`` keeps its bits.
     """
-    # One verdict for the three stages: a slot that either pool lacks is null in all of them.
-    slots = min(state.shape[0], conv_state.shape[0])
-    state_indices = torch.where(state_indices < slots, state_indices, geometry.null_slot)
-    qkv = torch.empty(mixed_qkv.shape, dtype=mixed_qkv.dtype, device=mixed_qkv.device)
-    o = torch.empty(out.shape, dtype=out.dtype, device=out.device) if geometry.norm else out
-    short_conv(
+    rule = partial(record, record_indices=record_indices, corrections=corrections, key_gate=key_gate)
+    in_a_row(
         geometry,
+        rule,
         mixed_qkv=mixed_qkv,
         conv_weight=conv_weight,
         conv_state=conv_state,
+        gates={"raw_gate": raw_gate, "raw_beta": raw_beta, "A_log": A_log, "dt_bias": dt_bias},
+        state=state,
+        output_gate=output_gate,
+        norm_weight=norm_weight,
         query_start_loc=query_start_loc,
         state_indices=state_indices,
         num_accepted=num_accepted,
-        qkv=qkv,
+        out=out,
     )
-    record(
-        geometry,
-        qkv=qkv,
-        raw_gate=raw_gate,
-        raw_beta=raw_beta,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        state=state,
-        query_start_loc=query_start_loc,
-        state_indices=state_indices,
-        record_indices=record_indices,
-        o=o,
-        corrections=corrections,
-        key_gate=key_gate,
-    )
+
+
+def in_a_row(
+    geometry: VerifyGeometry,
+    rule: Callable[..., None],
+    *,
+    mixed_qkv: Tensor,
+    conv_weight: Tensor,
+    conv_state: Tensor,
+    gates: Mapping[str, Tensor],
+    state: Tensor,
+    output_gate: Tensor | None,
+    norm_weight: Tensor | None,
+    query_start_loc: Tensor,
+    state_indices: Tensor,
+    num_accepted: Tensor | None,
+    out: Tensor,
+) -> None:
+    """The conv, ``rule`` (``record`` or a decode's) and the norm. Mutates what they do."""
+    # One verdict for the three stages: a slot that either pool lacks is null in all of them.
+    slots = min(state.shape[0], conv_state.shape[0])
+    state_indices = torch.where(state_indices < slots, state_indices, geometry.null_slot)
+    batch = {"query_start_loc": query_start_loc, "state_indices": state_indices}
+    qkv = torch.empty(mixed_qkv.shape, dtype=mixed_qkv.dtype, device=mixed_qkv.device)
+    o = torch.empty(out.shape, dtype=out.dtype, device=out.device) if geometry.norm else out
+    inputs = {"mixed_qkv": mixed_qkv, "conv_weight": conv_weight, "conv_state": conv_state}
+    short_conv(geometry, **inputs, **batch, num_accepted=num_accepted, qkv=qkv)
+    rule(geometry, qkv=qkv, **gates, state=state, **batch, o=o)
     if geometry.norm:
         assert output_gate is not None and norm_weight is not None
-        gated_rms_norm(
-            geometry,
-            o=o,
-            output_gate=output_gate,
-            norm_weight=norm_weight,
-            query_start_loc=query_start_loc,
-            state_indices=state_indices,
-            out=out,
-        )
+        gated_rms_norm(geometry, o=o, output_gate=output_gate, norm_weight=norm_weight, **batch, out=out)

@@ -119,7 +119,7 @@ def _bindings(setup: Setup) -> Detail:
     """What an engine calls, captured right after it was bound, against the kernels called by hand."""
     world, differences = World(setup, kimi_k3(4), layers=3, slots=8), Differences(setup.device)
     slots, accepted = world.ints([5, 2, 0, 6]), world.ints([4, 1, 3, 2])
-    _snapshots(world, slots)
+    _snapshots(world, slots, world.twin())
     bound = world.twin()
     commits = plan_commit(CommitGeometry(world.geometry, world.layers, compact=True), 4, device=setup.device)
     names = ("state", "corrections", "key_gate", "conv_state")
@@ -155,17 +155,26 @@ def _capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _snapshots(world: World, slots: Tensor) -> tuple[list[World], list[dict[str, Tensor]]]:
-    """A verified window of full length, and the worlds that decoding 0, 1, ... T of its tokens gives."""
+def _widened(setup: Setup, world: World) -> World:
+    """The same weights and windows, on an fp32 copy of the state."""
+    wide = World(setup, world.geometry.replace(state_dtype="float32"), layers=world.layers, slots=world.slots)
+    wide.weights = world.weights
+    for pool, source in zip(wide.pools, world.pools, strict=True):
+        for name in ("state", "conv_state"):
+            pool[name].copy_(source[name])
+    return wide
+
+
+def _snapshots(world: World, slots: Tensor, plain: World) -> list[World]:
+    """Verifies a window of full length. Returns what decoding 0, 1, ... T of its tokens makes of ``plain``."""
     window, requests = world.geometry.window, len(slots)
     inputs = world.inputs(window * requests)
     starts = world.ints(range(0, window * requests + 1, window))
-    plain = world.twin()
     worlds = [plain.twin()]
     for _ in decode_all(plain, inputs, [window] * requests, [window] * requests, slots):
         worlds.append(plain.twin())
     world.verify(inputs, starts, slots, torch.ones_like(slots))
-    return worlds, inputs
+    return worlds
 
 
 def _replays(setup: Setup) -> Detail:
@@ -174,7 +183,7 @@ def _replays(setup: Setup) -> Detail:
     for pool in world.pools:
         for slot in (0, 1, 3, 4, 7):
             poison(pool["state"][slot])
-    worlds, _ = _snapshots(world, requests)
+    worlds = _snapshots(world, requests, world.twin())
     accepted = torch.zeros_like(requests)
     begin = [pool["state"].clone() for pool in world.pools]
     wanted = [torch.stack([w.pools[layer]["state"] for w in worlds]) for layer in range(world.layers)]
@@ -207,7 +216,8 @@ def _places(setup: Setup) -> Detail:
     for window, dtype in ((4, "float32"), (8, "float32"), (4, "bfloat16")):
         world = World(setup, kimi_k3(window, 3, state_dtype=dtype), layers=2, slots=16)
         slots = world.ints([1, 2, 3])
-        worlds, _ = _snapshots(world, slots)
+        # A bf16 state is folded in fp32 and rounded once: what decoding the widened state gives, rounded.
+        worlds = _snapshots(world, slots, _widened(setup, world))
         for counts, boundaries in (
             ((window, 1, 2), (window, 0, 1)),
             ((0, 0, 3), (0, 1, 4)),
@@ -230,10 +240,7 @@ def _places(setup: Setup) -> Detail:
                     m = min(max(count, 0), window)
                     places = [(4 + n, m)] * (m > 0) + [(8 + n, boundary)] * (0 <= boundary <= m)
                     for slot, tokens in places:
-                        if dtype == "float32":
-                            state[slot] = worlds[tokens].pools[layer]["state"][1 + n]
-                        else:
-                            state[slot] = after["state"][slot]  # rounded once here, at each token when decoding
+                        state[slot] = worlds[tokens].pools[layer]["state"][1 + n]  # assignment rounds
                         if tokens > 0:
                             conv[slot, :, :3] = before["conv_state"][1 + n, :, tokens - 1 : tokens + 2]
                 differences.compare(after["state"], state)
@@ -246,10 +253,7 @@ def _bf16(setup: Setup) -> Detail:
     """Both ways against the same rounds on an fp32 state (whose own error is thousands of times smaller)."""
     geometry = kimi_k3(4, 2, state_dtype="bfloat16")
     world = World(setup, geometry, layers=1, slots=4)
-    exact = World(setup, geometry.replace(state_dtype="float32"), layers=1, slots=4)
-    exact.weights = world.weights
-    exact.pools[0]["state"].copy_(world.pools[0]["state"].float())
-    exact.pools[0]["conv_state"].copy_(world.pools[0]["conv_state"])
+    exact = _widened(setup, world)
     plain, slots = world.twin(), world.ints([1, 2, 3])
     starts, worst = world.ints([0, 4, 8, 12]), {"commit": 0.0, "decode": 0.0}
     for _ in range(64):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashkda.errors import NotPreparedError, PlanMismatchError, StaleBindingError, TensorError
 from flashkda.geometry import VerifyGeometry
-from flashkda.ops import reference
+from flashkda.ops import launch, reference
 from flashkda.ops.binding import VerifyLayer
 from tests.bound import (
     BARE,
@@ -281,3 +282,30 @@ def test_a_layer_uses_the_engines_qkv(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [kind for kind, _ in kernels.calls] == ["short_conv", "record", "gated_rms_norm"]
     assert layer.conv is not None
     assert named(*kernels.calls[0])["qkv"] is named(*kernels.calls[1])["qkv"] is layer.conv.tensors["qkv"]
+
+
+def test_a_kernel_is_started_once_on_each_device(monkeypatch):
+    current, calls = [], []
+
+    @contextlib.contextmanager
+    def on(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(launch, "_started", set())
+    one, two = torch.device("cuda", 0), torch.device("cuda", 1)
+    for kernel, device in (("k", one), ("k", one), ("k", two), ("other", one), ("k", two)):
+        launch.start_once(kernel, device, lambda kernel=kernel: calls.append((kernel, *current)))
+    assert calls == [("k", one), ("k", two), ("other", one)]
+
+
+def test_a_start_that_fails_is_tried_again(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "_started", set())
+    calls = []
+    with pytest.raises(ZeroDivisionError):
+        launch.start_once("k", torch.device("cuda", 0), lambda: 1 // 0)
+    launch.start_once("k", torch.device("cuda", 0), lambda: calls.append(1))
+    assert calls == [1]
