@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 class Architecture(NamedTuple):
-    """cluster: CTAs can be launched in clusters that share memory. measured: the kernels have been run on it."""
+    """cluster: CTAs can be launched in clusters that share memory. large_shared_memory: an SM has 228 KiB of it.
+    measured: the kernels have been run on it."""
 
     cluster: bool
     measured: bool
+    large_shared_memory: bool = False
 
 
 # The architectures with kernels. Those not measured are covered by cross-compilation only.
@@ -28,9 +30,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "sm_80": Architecture(cluster=False, measured=False),
     "sm_86": Architecture(cluster=False, measured=False),
     "sm_89": Architecture(cluster=False, measured=False),
-    "sm_90a": Architecture(cluster=True, measured=True),
-    "sm_100a": Architecture(cluster=True, measured=False),
-    "sm_103a": Architecture(cluster=True, measured=False),
+    "sm_90a": Architecture(cluster=True, measured=True, large_shared_memory=True),
+    "sm_100a": Architecture(cluster=True, measured=False, large_shared_memory=True),
+    "sm_103a": Architecture(cluster=True, measured=False, large_shared_memory=True),
     "sm_120a": Architecture(cluster=True, measured=False),
 }
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from flashkda import config
-from flashkda.capability import Capability, Reason, detect_arch, query, toolchain_reasons, unique
+from flashkda.capability import ARCHITECTURES, Capability, Reason, detect_arch, query, toolchain_reasons, unique
 from flashkda.config import PATHS
 from flashkda.errors import (
     FallbackWarning,
@@ -43,12 +43,14 @@ class Tile:
     """How a head's 128 value rows are split: over CTAs (rows each), and over the threads of a CTA.
 
     rows_per_thread value rows share a thread's reads of k, q and decay; key_lanes threads share the keys of a row.
+    persistent: CTAs stay on their SM and take one head after another, with groups of threads for whole heads.
     Raises GeometryError.
     """
 
     rows: int
     rows_per_thread: int
     key_lanes: int
+    persistent: bool = False
 
     def __post_init__(self) -> None:
         values = (self.rows, self.rows_per_thread, self.key_lanes)
@@ -63,7 +65,11 @@ class Tile:
                 problems.append(Problem("rows_per_thread", f"a divisor of rows={self.rows}", str(self.rows_per_thread)))
             if self.key_lanes not in (8, 16):
                 problems.append(Problem("key_lanes", "8 or 16", str(self.key_lanes)))
-            if self.rows_per_thread not in (1, 2, 4, 8) or 2 * self.rows_per_thread > self.key_lanes:
+            if self.persistent and values != (_HEAD_ROWS, 8, 8):
+                problems.append(Problem("persistent", f"False, or {_HEAD_ROWS}, 8, 8", str(values)))
+            elif not self.persistent and (
+                self.rows_per_thread not in (1, 2, 4, 8) or 2 * self.rows_per_thread > self.key_lanes
+            ):
                 expected = "1, 2, 4 or 8, at most half of key_lanes"
                 problems.append(Problem("rows_per_thread", expected, str(self.rows_per_thread)))
             if self.threads % 32 or not 32 <= self.threads <= 1024:
@@ -90,21 +96,49 @@ class TileRule(NamedTuple):
     tile: Tile
 
 
-# The first rule that fits is taken. Few heads in flight leave SMs idle, so a head is split over more CTAs.
+# The first rule that fits is taken, where its tile can be built. Few heads in flight leave SMs idle, so a head is split
+# over more CTAs; many are taken one after another by CTAs that overlap them. Measured by benchmarks.tiles.
 TILE_RULES: tuple[TileRule, ...] = (
     TileRule(MAX_WINDOW, 16, Tile(16, 2, 16)),
     TileRule(MAX_WINDOW, 33, Tile(32, 2, 16)),
-    TileRule(MAX_WINDOW, None, Tile(128, 4, 8)),
+    TileRule(8, None, Tile(_HEAD_ROWS, 8, 8, persistent=True)),
+    TileRule(MAX_WINDOW, None, Tile(_HEAD_ROWS, 4, 8)),
 )
 
 # All the tiles that the planner may pick.
 TILES: tuple[Tile, ...] = tuple(dict.fromkeys(rule.tile for rule in TILE_RULES))
 
 
-def choose_tile(geometry: VerifyGeometry, max_requests: int) -> Tile:
+def persistent_reasons(geometry: VerifyGeometry, arch: str) -> tuple[Reason, ...]:
+    """Why a persistent tile cannot be built: it copies whole rows and states of 16-byte alignment to shared memory, of
+    which two CTAs of an SM need 220 KiB."""
+    known = ARCHITECTURES.get(arch)
+    found = []
+    if known is None or not known.large_shared_memory:
+        having = ", ".join(name for name, info in ARCHITECTURES.items() if info.large_shared_memory)
+        found.append(Reason("arch.shared_memory", "arch", arch, f"228 KiB of shared memory an SM ({having})"))
+    if geometry.alignment != 16:
+        found.append(Reason("geometry.alignment", "alignment", str(geometry.alignment), "16"))
+    if geometry.conv_layout != "SD":
+        found.append(Reason("geometry.conv_layout", "conv_layout", geometry.conv_layout, "SD"))
+    return tuple(found)
+
+
+def tile_fits(tile: Tile, geometry: VerifyGeometry, arch: str) -> bool:
+    """Whether the fused kernels can be built with this tile."""
+    return not (tile.persistent and persistent_reasons(geometry, arch))
+
+
+def choose_tile(geometry: VerifyGeometry, max_requests: int, arch: str) -> Tile:
     """The tile for up to max_requests requests. It changes the speed only: bits do not depend on it."""
     load = max_requests * geometry.heads
-    fits = (r.tile for r in TILE_RULES if geometry.window <= r.window and (r.load is None or load <= r.load))
+    fits = (
+        rule.tile
+        for rule in TILE_RULES
+        if geometry.window <= rule.window
+        and (rule.load is None or load <= rule.load)
+        and tile_fits(rule.tile, geometry, arch)
+    )
     return next(fits)  # the last rule takes everything
 
 
@@ -269,7 +303,10 @@ def make_plan(
     if chosen == "reference":
         tile = None
     elif tile is None:
-        tile = choose_tile(kind.in_flight(geometry), max_requests)
+        tile = choose_tile(kind.in_flight(geometry), max_requests, arch)
+    elif not tile_fits(tile, geometry, arch):
+        unfit = persistent_reasons(geometry, arch)
+        raise GeometryError.of([Problem("tile", f"one that is not persistent, since {r}", str(tile)) for r in unfit])
     return kind(geometry, max_requests, arch, chosen, tile, numerics, reasons, kernels_version())
 
 

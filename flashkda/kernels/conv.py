@@ -74,7 +74,8 @@ def load_taps(
                     taps[j, i] = values[i]
 
 
-def _store_column(conv_state, slot, column, channel, values, vector, layout):
+def store_column(conv_state, slot, column, channel, values, vector, layout):
+    """Values of adjacent channels to one column of a slot."""
     base = slot * conv_state.stride[0] + Int64(channel) * conv_state.stride[1]
     pointer = at(conv_state, base + Int64(column) * conv_state.stride[2])
     if layout == "SD":
@@ -101,12 +102,12 @@ def roll_window(
     Where the token cannot be 0, ``may_be_first`` false spares the registers of its history.
     """
     inputs = [taps[TAPS - 1, i] for i in range(count)]
-    _store_column(conv_state, slot, token + 2, channel, inputs, vector, layout)
+    store_column(conv_state, slot, token + 2, channel, inputs, vector, layout)
     if cutlass.const_expr(may_be_first):
         if token == 0:
             for column in cutlass.range_constexpr(2):
                 history = [taps[column + 1, i] for i in range(count)]
-                _store_column(conv_state, slot, Int32(column), channel, history, vector, layout)
+                store_column(conv_state, slot, Int32(column), channel, history, vector, layout)
 
 
 def load_columns(columns, conv_state, slot, first, channel, count, vector, layout):
@@ -126,7 +127,7 @@ def store_columns(conv_state, columns, slot, channel, count, vector, layout):
     """The fragment [columns, count] to columns 0, 1, ... of ``slot``."""
     for column in range(columns.shape[0]):
         values = [columns[column, i] for i in range(count)]
-        _store_column(conv_state, slot, Int32(column), channel, values, vector, layout)
+        store_column(conv_state, slot, Int32(column), channel, values, vector, layout)
 
 
 def taps_as_float(taps, count):

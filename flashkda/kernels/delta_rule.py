@@ -8,8 +8,8 @@ sixteen chains of eight fma, key 4l + 32j + c of chain (l, j // 2) at place (j %
 first, then the l's by a butterfly over 4, 2, 1. With 8 lanes a thread holds both chains, with 16 it holds one.
 
 A thread with R rows has 2R sums (S k^ and S q^ of each). They are reduced by halving: at each step a lane keeps one
-half and gets its partner's part of it, so that one lane ends with one sum. Addition commutes, so the bits are those of
-the full butterfly.
+half and gets its partner's part of it, so that one lane ends with one sum, or, with as many rows as lanes, with both
+sums of one row (``paired``). Addition commutes, so the bits are those of the full butterfly.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class DeltaRule:
         self.chunks = self.keys // 4
         self.lean = traits.lean
         self.row_shift = self.lanes.bit_length() - self.rows.bit_length()
+        self.paired = self.rows == self.lanes
 
     def key_offset(self, key_lane, chunk):
         """First of the four adjacent keys of this lane's ``chunk``."""
@@ -108,9 +109,9 @@ class DeltaRule:
         return [add(x, y) for x, y in zip(*chains, strict=True)]
 
     def reduce(self, sums, key_lane):
-        """One finished sum a lane: of row ``own_row``, S k^ or S q^ by the next lower bit of the lane."""
+        """A lane's finished sums, of row ``own_row``: [S k^, S q^] if paired, else one, by the next lower bit."""
         offset = self.lanes // 2
-        while len(sums) > 1:
+        while len(sums) > 1 and offset:
             half = len(sums) // 2
             upper = (key_lane & offset) != 0
             kept = [select(upper, sums[half + i], sums[i]) for i in range(half)]
@@ -119,11 +120,10 @@ class DeltaRule:
                 add(mine, cute.arch.shuffle_sync_bfly(other, offset)) for mine, other in zip(kept, sent, strict=True)
             ]
             offset //= 2
-        total = sums[0]
         while offset:
-            total = add(total, cute.arch.shuffle_sync_bfly(total, offset))
+            sums = [add(total, cute.arch.shuffle_sync_bfly(total, offset)) for total in sums]
             offset //= 2
-        return total
+        return sums
 
     def update(self, state, key, corrections):
         """S <- S + u k^T on the decayed state; ``corrections`` one u a row."""
@@ -131,6 +131,34 @@ class DeltaRule:
             for i in range(self.keys):
                 at = row * self.keys + i
                 state[at] = fma(corrections[row], key[i], state[at])
+
+    def _of_all_rows(self, u):
+        """Every row's u, from the lanes that finished them."""
+        # Lane numbers within the segment of a row's lanes are constants, and cost no registers.
+        segment = (32 - self.lanes) << 8 | 0x1F
+        return [cute.arch.shuffle_sync(u, row << self.row_shift, mask_and_clamp=segment) for row in range(self.rows)]
+
+    def step_paired(self, state, operands, shared, token, value, key_lane):
+        """One token, for a tile whose lanes finish both sums of a row; ``value`` is v of ``own_row``. Returns its u and
+        o."""
+        beta, key_dot_query = (shared.beta + token).load(), (shared.key_dot_query + token).load()
+        sums = self.decay_and_project(
+            state, operands, lambda chunk: self.load_operands(operands, shared, token, key_lane, [chunk])
+        )
+        # Read k again rather than keep it: the barrier is what stops the compiler from keeping it all the same.
+        cute.arch.sync_warp()
+        key = self.load_keys(shared.key, token, key_lane)
+        projected, output = self.reduce(sums, key_lane)
+        u = mul(beta, sub(value, projected))
+        self.update(state, key, self._of_all_rows(u))
+        return u, fma(u, key_dot_query, output)
+
+    def fold(self, state, key, decay, corrections):
+        """S <- S * decay + u k^T: one recorded token, with the same roundings as ``step``."""
+        for row in range(self.rows):
+            for i in range(self.keys):
+                at = row * self.keys + i
+                state[at] = fma(corrections[row], key[i], mul(state[at], decay[i]))
 
     def step(self, state, operands, shared, token, following, value, key_lane):
         """One token; a tile that reads ahead has its operands at hand and loads those of token ``following``.
@@ -150,13 +178,9 @@ class DeltaRule:
         key = [operands[0, i] for i in range(self.keys)]
         if ahead:
             self.load_operands(operands, shared, following, key_lane)
-        total = self.reduce(sums, key_lane)
+        (total,) = self.reduce(sums, key_lane)
         u = mul(beta, sub(value, total))
-        # Lane numbers within the segment of a row's lanes are constants, and cost no registers.
-        segment = (32 - self.lanes) << 8 | 0x1F
-        corrections = [
-            cute.arch.shuffle_sync(u, row << self.row_shift, mask_and_clamp=segment) for row in range(self.rows)
-        ]
+        corrections = self._of_all_rows(u)
         own = corrections[0]
         row = self.own_row(key_lane)
         for i in range(1, self.rows):

@@ -128,6 +128,9 @@ class _Fakes:
 
 
 def fake_tensors(kind: str, traits: Any) -> tuple[Any, ...]:
-    """Arguments of kernel ``kind`` in order; ``None`` where the geometry has no such tensor."""
+    """Arguments of kernel ``kind`` in order, those of a persistent one behind the number of SMs; ``None`` where the
+    geometry has no such tensor."""
     fakes = _Fakes(traits)
-    return tuple(fakes.make(name) for name in _ARGUMENTS[kind])
+    persistent = kind.startswith("persistent_")
+    tensors = tuple(fakes.make(name) for name in _ARGUMENTS[kind.replace("persistent_", "fused_")])
+    return (cutlass.Int32(1), *tensors) if persistent else tensors

@@ -7,7 +7,7 @@ Offsets that a slot or a row stride scales are Int64 throughout: pools pass 2^31
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import BFloat16, Float32, Int32
 
 from .numerics import select
 
@@ -78,6 +78,31 @@ def bulk_copy_to_shared(shared, source, bytes_, barrier):
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[shared.toint(), source.toint(), Int32(bytes_), barrier.toint()],
     )
+
+
+def copy_async(shared, source, bytes_=16):
+    """``cp.async`` of 16, 8 or 4 bytes, both ends aligned to them; holds no register. Wait with ``wait_for_copies``."""
+    kind = "cg" if bytes_ == 16 else "ca"
+    cute.arch.inline_ptx(
+        f"cp.async.{kind}.shared.global [{{$r0}}], [{{$r1}}], {bytes_};",
+        read_only_args=[shared.toint(), source.toint()],
+    )
+
+
+def round_down(pointer, bytes_):
+    """The pointer at or before this one that is aligned to ``bytes_``."""
+    return cute.make_ptr(pointer.dtype, pointer.toint() & -bytes_, pointer.memspace, assumed_align=bytes_)
+
+
+def halves(pointer):
+    """The two bf16 of a 32-bit word in shared memory."""
+    pair = cute.make_ptr(BFloat16, pointer.toint(), pointer.memspace, assumed_align=4)
+    return [pair.load(), (pair + 1).load()]
+
+
+def wait_for_copies():
+    """Blocks until all ``copy_async`` of this thread have arrived."""
+    cute.arch.inline_ptx("cp.async.wait_all;")
 
 
 def send(shared, value, barrier, rank):

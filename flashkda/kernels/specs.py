@@ -38,7 +38,7 @@ _IGNORED = {
         "conv_layout", "conv_weight_dtype", "norm_weight_dtype", "norm", "has_num_accepted", "norm_eps", "records",
     ),
     "short_conv": (
-        "state_dtype", "norm_weight_dtype", "gate", "lower_bound", "norm", "records", "norm_eps", "rows",
+        "state_dtype", "norm_weight_dtype", "gate", "lower_bound", "norm", "records", "norm_eps", "persistent", "rows",
         "rows_per_thread", "key_lanes", "token_warps", "value_warps", "min_blocks", "padding",
         "bulk_state",
     ),
@@ -52,10 +52,13 @@ _IGNORED = {
 
 def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Traits:
     """The compile-time constants of kernel ``kind`` for this geometry, tile and architecture."""
+    if tile.persistent and kind not in _FUSED:
+        # Only the fused kernels have a persistent form; the rule alone takes the other tile for whole heads.
+        tile = replace(tile, rows_per_thread=4, persistent=False)
     hopper_or_newer = arch not in ("sm_80", "sm_86", "sm_89")
     capacity = 1 if kind in _DECODE else window_capacity(geometry.window)
     rule_warps = tile.rows // tile.rows_per_thread * tile.key_lanes // WARP
-    token_warps, value_warps = warp_roles(capacity, tile.rows, rule_warps)
+    token_warps, value_warps = (4, 0) if tile.persistent else warp_roles(capacity, tile.rows, rule_warps)
     everything: dict[str, Any] = {
         "capacity": capacity,
         "state_dtype": geometry.state_dtype,
@@ -80,6 +83,7 @@ def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Tra
         "bulk_state": geometry.alignment == 16 and hopper_or_newer,
         "pdl": hopper_or_newer,
         "decode": kind in _DECODE,
+        "persistent": tile.persistent,
     }
     ignored = {name: Traits.__dataclass_fields__[name].default for name in _IGNORED[kind] if name != "capacity"}
     if "capacity" in _IGNORED[kind]:
@@ -102,23 +106,29 @@ def _occupancy(traits: Traits, fuse: bool, arch: str) -> Traits:
     """Drops the staging of the state where it does not fit, and says how many CTAs share an SM (up to two of 256
     threads): the compiler then keeps to the registers that this leaves."""
     available = _shared_memory(arch)
-    if traits.shared_bytes(fuse) + 2 * _RESERVED > available:
+    most = 2 if traits.persistent else 512 // traits.threads
+    wanted = most if traits.persistent else 1
+    if wanted * (traits.shared_bytes(fuse) + 2 * _RESERVED) > available:
         traits = replace(traits, bulk_state=False)
     fit = available // (traits.shared_bytes(fuse) + 2 * _RESERVED)
     if fuse and traits.conv_layout == "DS" and traits.capacity > 8:
         fit = 1  # a long window's taps, channel by channel, take more registers than two CTAs would leave
-    return replace(traits, min_blocks=max(1, min(fit, 512 // traits.threads)))
+    return replace(traits, min_blocks=max(1, min(fit, most)))
 
 
 def make_spec(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> tuple[KernelKey, Callable[[], Any]]:
     """Cache key and recipe; the recipe returns (jit callable, fake arguments) and imports the DSL."""
     traits = traits_of(kind, geometry, tile, arch)
-    key = KernelKey(name=kind, params=tuple(sorted(traits.to_params().items())), arch=arch)
-    return key, lambda: _recipe(kind, traits)
+    name = kind.replace("fused", "persistent") if traits.persistent else kind
+    key = KernelKey(name=name, params=tuple(sorted(traits.to_params().items())), arch=arch)
+    return key, lambda: _recipe(name, traits)
 
 
 def load(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Callable[..., None]:
-    """The compiled kernel, from memory, disk or the compiler. Launches on torch's current stream."""
+    """The compiled kernel, from memory, disk or the compiler. Launches on torch's current stream.
+
+    That of a persistent tile wants the device's number of SMs before the tensors.
+    """
     key, make = make_spec(kind, geometry, tile, arch)
     return load_kernel(key, make)
 
@@ -167,6 +177,7 @@ def _recipe(kind: str, traits: Traits | CommitTraits) -> tuple[Any, tuple[Any, .
     from .commit import Commit
     from .fakes import fake_tensors
     from .gated_rms_norm import GatedRmsNorm
+    from .persistent import PersistentDecode, PersistentVerify
     from .short_conv import ShortConv
     from .verify import DecodeRule, FusedDecode, FusedVerify, Record
 
@@ -177,6 +188,8 @@ def _recipe(kind: str, traits: Traits | CommitTraits) -> tuple[Any, tuple[Any, .
         "fused_verify": FusedVerify,
         "fused_decode": FusedDecode,
         "decode_rule": DecodeRule,
+        "persistent_verify": PersistentVerify,
+        "persistent_decode": PersistentDecode,
         "commit": Commit,
     }
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)

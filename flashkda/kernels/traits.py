@@ -10,6 +10,8 @@ TAPS = 4
 WARP = 32
 #: Channels that one lane holds in the stages that give a whole head to one warp.
 QUAD = 4
+#: Words in shared memory that say which window a persistent CTA works on.
+WINDOW_WORDS = 8
 
 
 def window_capacity(window: int) -> int:
@@ -26,7 +28,8 @@ class Traits:
     prepare v, or all threads do where there are none. The rule runs on the first ``rule_threads``. ``min_blocks`` CTAs
     must fit an SM, which caps the registers. ``bulk_state``: the state comes through shared memory by one bulk copy.
     ``padding`` bytes of shared memory keep a second CTA off the SM. ``decode``: one token, the state is written, and
-    nothing is recorded.
+    nothing is recorded. ``fold``: the accepted records of the window before are folded into the state first.
+    ``persistent``: CTAs stay on their SM and take one head after another.
     ``vector`` is the number of bf16 or fp32 elements of one access: 4, or 1 where no alignment is promised.
     """
 
@@ -54,6 +57,8 @@ class Traits:
     bulk_state: bool = False
     pdl: bool = False
     decode: bool = False
+    fold: bool = False
+    persistent: bool = False
 
     @property
     def cluster(self) -> int:
@@ -95,10 +100,21 @@ class Traits:
     def shared_bytes(self, fuse: bool) -> int:
         """Shared memory of a CTA of ``verify``, but for alignment and some words."""
         operands = 3 * HEAD_DIM + 2
+        if self.persistent:
+            # A window ready for the rule, and the inputs of the next: q|k|v behind three rows of history, gates,
+            # records, weights.
+            ready = 4 * (operands + (2 + 3 * self.fold) * HEAD_DIM) + 2 * self.norm * HEAD_DIM
+            rows = 3 * (3 + self.capacity) + self.capacity * (1 + self.norm + 4 * self.fold)
+            weights = 3 * TAPS * (4 if self.conv_weight_dtype == "float32" else 2) + 4
+            inputs = HEAD_DIM * (2 * rows + weights) + 16 * WINDOW_WORDS + 4 * (self.capacity + 1) + 64
+            state = self._state_bytes(HEAD_DIM) * self.bulk_state
+            return self.capacity * ready + inputs + state + 4 * HEAD_DIM * self.norm
         by_row = self.result_blocks[1] + 1 + (fuse and self.norm)
         tokens = self.capacity * 4 * (operands + by_row * self.rows + self.cluster)
-        state = self.rows * HEAD_DIM * (4 if self.state_dtype == "float32" else 2)
-        return self.padding + tokens + state * self.bulk_state
+        return self.padding + tokens + self._state_bytes(self.rows) * self.bulk_state
+
+    def _state_bytes(self, rows: int) -> int:
+        return rows * HEAD_DIM * (4 if self.state_dtype == "float32" else 2)
 
     def to_params(self) -> dict[str, object]:
         return asdict(self)

@@ -74,7 +74,8 @@ class _Runner:
             check_metadata(self._plan.geometry, tensors, sizes.rows)
         program = self._program
         if program is None:
-            program = self._program = Program(self._plan, self._binding)
+            device = tensors["state_indices"].device
+            program = self._program = Program(self._plan, self._binding, device)
         if 0 in sizes:
             if self._binding.output is not None:
                 tensors[self._binding.output].zero_()

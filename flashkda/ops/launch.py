@@ -50,6 +50,12 @@ def start_once(kernel: Callable[..., Any], device: torch.device, launch: Callabl
         _started.add((kernel, device))
 
 
+@functools.cache
+def _on_device(kernel: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A persistent kernel with the first of its arguments, the device's number of SMs."""
+    return functools.partial(kernel, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 class Program:
     """The kernels of one kind of binding, in order, and the scratch between them. Holds no tensor.
 
@@ -57,12 +63,12 @@ class Program:
     cannot be had.
     """
 
-    def __init__(self, plan: Plan, binding: type[Binding]) -> None:
+    def __init__(self, plan: Plan, binding: type[Binding], device: torch.device) -> None:
         self._plan = plan
         # Without a norm the rule's o is the output itself.
         renamed = {"o": "out"} if "o" not in binding.arguments and not plan.geometry.norm else {}
         self._kernels = tuple(
-            (_load(plan, kind), tuple(renamed.get(name, name) for name in KERNELS[kind].arguments))
+            (_load(plan, kind, device), tuple(renamed.get(name, name) for name in KERNELS[kind].arguments))
             for kind in binding.kinds(plan)
         )
         self.scratch = tuple(name for name in binding.scratch if any(name in names for _, names in self._kernels))
@@ -156,8 +162,8 @@ class Binding:
         one cannot be had.
         """
         if self._call is None:
-            self._program = Program(self.plan, type(self))
             rows, device = self._sizes.rows, self.tensors["state_indices"].device
+            self._program = Program(self.plan, type(self), device)
             whole = {
                 name: self.tensors[name] if name in self.tensors else self._program.allocate(name, rows, device)
                 for name in self._program.scratch
@@ -263,8 +269,8 @@ def signature(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _load(plan: Plan, kind: str) -> Callable[..., Any]:
-    """The callable of a kernel on this plan's path; it takes the tensors of KERNELS[kind] in order."""
+def _load(plan: Plan, kind: str, device: torch.device) -> Callable[..., Any]:
+    """The callable of a kernel on this plan's path and device; it takes the tensors of KERNELS[kind] in order."""
     if plan.path == "reference":
         return functools.partial(_run_reference, plan, kind)
     from flashkda.kernels import specs
@@ -274,7 +280,9 @@ def _load(plan: Plan, kind: str) -> Callable[..., Any]:
     if is_capturing() and not specs.is_loaded(*key):
         text = f"the {kind} kernel is not loaded, and nothing can be built or loaded under CUDA graph capture"
         raise NotPreparedError(f"{text}; bind and prepare, or run once, before the capture")
-    return specs.load(*key)
+    kernel = specs.load(*key)
+    # Only the fused kernels have a persistent form.
+    return _on_device(kernel, device) if plan.tile.persistent and kind.startswith("fused_") else kernel
 
 
 def _run_reference(plan: Plan, kind: str, *arguments: torch.Tensor | None) -> None:

@@ -18,7 +18,7 @@ from flashkda.capability import ARCHITECTURES
 from flashkda.commit import CommitGeometry
 from flashkda.geometry import VerifyGeometry, preset
 from flashkda.kernels.specs import KINDS, make_commit_spec, make_spec
-from flashkda.planner import TILES, Tile
+from flashkda.planner import TILES, Tile, tile_fits
 
 CLUSTER_ARCHS = ("sm_90a", "sm_100a", "sm_120a")
 # The same code as sm_100a but for its name: one kernel of each kind.
@@ -83,6 +83,9 @@ class Case:
 
 
 _TABLE = tuple((f"row{i}_t{row[0]}", row_geometry(row)) for i, row in enumerate(ROWS))
+# What a persistent tile takes: the same rows, but for alignment and layout of the conv window.
+_PLAIN = tuple((f"plain_{name}", g.replace(alignment=16, conv_layout="SD")) for name, g in _TABLE)
+_PERSISTENT = next(tile for tile in TILES if tile.persistent)
 _UNALIGNED = (5, 9)
 _ENGINE = {window: (f"k3_t{window}", preset("kimi-k3", tp=8, window=window)) for window in (4, 8, 16)}
 
@@ -95,8 +98,9 @@ def _unique(cases: Iterable[Case]) -> tuple[Case, ...]:
     """One case a kernel: geometries and tiles that share its code are one."""
     found: dict[Any, Case] = {}
     for case in cases:
-        # Without a norm the decomposed path has two launches.
-        if case.kind != "gated_rms_norm" or case.geometry.norm:
+        # Without a norm the decomposed path has two launches. Not every tile takes every geometry.
+        fits = case.kind not in FUSED_KINDS or tile_fits(case.tile, case.geometry, case.arch)
+        if fits and (case.kind != "gated_rms_norm" or case.geometry.norm):
             recipe, arguments = case.spec
             found.setdefault(recipe(*arguments)[0], case)
     return tuple(found.values())
@@ -130,6 +134,10 @@ def _quick() -> Iterator[Case]:
         yield _case("commit", TILES[-1], arch, _TABLE[(3, 8, 1, 10)[i]])
         yield _case("commit_all", TILES[-1], arch, _TABLE[(11, 9, 6, 5)[i]])
     yield _case("commit_all", TILES[-1], "sm_90a", _TABLE[9])
+    for i, named in enumerate(_PLAIN):
+        yield _case("fused_verify", _PERSISTENT, ("sm_90a", "sm_100a")[i % 3 == 2], named)
+        if i % 4 == 0:
+            yield _case("fused_decode", _PERSISTENT, "sm_90a", named)
     for kind in KINDS:
         yield _case(kind, TILES[-1], SIBLING_ARCH, _ENGINE[16])
 

@@ -70,6 +70,9 @@ RELEVANT = {
 }  # fmt: skip
 
 
+PERSISTENT = next(tile for tile in TILES if tile.persistent)
+
+
 def spec(kind, geometry=BASE, tile=TILES[0], arch=ARCH):
     return make_spec, (kind, geometry, tile, arch)
 
@@ -105,6 +108,9 @@ def test_one_launch_computes_with_what_the_three_compute_with(examiner):
     used = {kind: examiner.facts(spec(kind)).ir_operations.keys() & (IR_ARITHMETIC | IR_APPROXIMATE) for kind in KINDS}
     assert used["fused_verify"] == used["short_conv"] | used["record"] | used["gated_rms_norm"]
     assert used["fused_decode"] == used["fused_verify"] and used["decode_rule"] == used["record"]
+    for kind in FUSED_KINDS:
+        persistent = examiner.facts(spec(kind, tile=PERSISTENT)).ir_operations.keys()
+        assert persistent & (IR_ARITHMETIC | IR_APPROXIMATE) == used[kind]
 
 
 def test_the_commit_computes_with_what_the_verify_computes_with(examiner):
@@ -132,7 +138,12 @@ class TestTable:
         met = []
         for tile in TILES:
             mine = [case for case in fused if case.tile == tile]
-            assert {case.arch for case in mine if case.geometry.window == 16} >= set(CLUSTER_ARCHS)
+            archs = {arch for arch in CLUSTER_ARCHS if not tile.persistent or ARCHITECTURES[arch].large_shared_memory}
+            assert {case.arch for case in mine if case.geometry.window == 16} >= archs
+            if tile.persistent:
+                plain = {row.replace(alignment=16, conv_layout="SD") for row in rows}
+                assert {case.geometry for case in mine} >= plain
+                continue
             met.append({case.geometry for case in mine} & rows)
             assert {geometry.window for geometry in met[-1]} == {1, 4, 8, 16}
         assert all(one | two == rows for one, two in itertools.pairwise(met))

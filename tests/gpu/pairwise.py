@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from flashkda.geometry import VerifyGeometry
-from flashkda.planner import TILES, Tile
+from flashkda.planner import TILES, Tile, tile_fits
 from tests.gpu.matrix import check_equal
 from tests.gpu.setup import Check, Detail, Setup, describe
 
@@ -51,17 +51,30 @@ def pairs(row: Mapping[str, Any]) -> set[tuple[Any, ...]]:
 
 def covering_array() -> list[dict[str, Any]]:
     """Rows that cover every pair of values of two options. Greedy: each takes first a pair that is still missing."""
-    missing = {(a, x, b, y) for a, b in itertools.combinations(OPTIONS, 2) for x in OPTIONS[a] for y in OPTIONS[b]}
+    missing = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(OPTIONS, 2)
+        for x in OPTIONS[a]
+        for y in OPTIONS[b]
+        if together({a: x, b: y})
+    }
     rows = []
     while missing:
         a, x, b, y = min(missing, key=str)
         row = {a: x, b: y}
         for name, values in OPTIONS.items():
             if name not in row:
-                row[name] = max(values, key=partial(_gain, missing, row, name))
+                allowed = [value for value in values if together({**row, name: value})]
+                row[name] = max(allowed, key=partial(_gain, missing, row, name))
         missing -= pairs(row)
         rows.append({name: row[name] for name in OPTIONS})
     return rows
+
+
+def together(row: Mapping[str, Any]) -> bool:
+    """Whether the tile of a row, as far as it is known, takes the row's geometry."""
+    options = {name: row[name] for name in ("alignment", "conv_layout") if name in row}
+    return "tile" not in row or tile_fits(row["tile"], VerifyGeometry(1, 4, **options), "sm_90a")
 
 
 def _gain(missing: set[tuple[Any, ...]], row: Mapping[str, Any], name: str, value: Any) -> int:

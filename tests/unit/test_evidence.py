@@ -59,7 +59,8 @@ def test_every_pair_of_options_is_covered() -> None:
     covered = set().union(*(pairwise.pairs(row) for row in rows))
     for a, b in itertools.combinations(pairwise.OPTIONS, 2):
         for x, y in itertools.product(pairwise.OPTIONS[a], pairwise.OPTIONS[b]):
-            assert (a, x, b, y) in covered
+            # A persistent tile does not take every geometry, and then there is no such row.
+            assert ((a, x, b, y) in covered) == pairwise.together({a: x, b: y})
     assert len(pairwise.table()) == len(rows) < 25
 
 

@@ -64,7 +64,9 @@ def test_the_changes_cover_the_geometry():
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiles_change_the_keys_of_tiled_kernels_only(kind):
     found = {key(kind, tile=tile) for tile in TILES}
-    assert len(found) == (len(TILES) if kind in TILED else 1)
+    # Only the fused kernels have a persistent form; the rule alone has the tile of the same rows.
+    tiles = [tile for tile in TILES if kind in FUSED or not tile.persistent]
+    assert len(found) == (len(tiles) if kind in TILED else 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flashkda import FallbackWarning, Plan, VerifyGeometry, capability, plan_verify, planner
 from flashkda.errors import ConfigError, GeometryError, KernelBuildError, PlanMismatchError, UnsupportedError
-from flashkda.planner import TILE_RULES, TILES, Tile, choose_tile
+from flashkda.planner import TILE_RULES, TILES, Tile, choose_tile, persistent_reasons, tile_fits
 
 K3 = VerifyGeometry(12, 4)
 ODD = K3.replace(head_dim=64, conv_width=3)
@@ -204,10 +204,10 @@ def test_require_of_a_plan_that_was_asked_for():
         refused_too.require("fused")
 
 
-@given(st.integers(1, 96), st.integers(1, 16), st.integers(1, 4096))
-def test_every_size_has_a_tile(heads, window, requests):
-    tile = choose_tile(VerifyGeometry(heads, window), requests)
-    assert tile in TILES
+@given(st.integers(1, 96), st.integers(1, 16), st.integers(1, 4096), st.sampled_from(sorted(capability.ARCHITECTURES)))
+def test_every_size_has_a_tile(heads, window, requests, arch):
+    tile = choose_tile(VerifyGeometry(heads, window), requests, arch)
+    assert tile in TILES and tile_fits(tile, VerifyGeometry(heads, window), arch)
     assert tile.rows * tile.cluster == 128
     assert tile.threads % 32 == 0
 
@@ -215,10 +215,29 @@ def test_every_size_has_a_tile(heads, window, requests):
 def test_rules_are_ordered_and_complete():
     assert TILE_RULES[-1].load is None
     assert TILE_RULES[-1].window == 16
-    for rule in TILE_RULES[:-1]:
-        assert choose_tile(VerifyGeometry(1, rule.window), rule.load) == rule.tile  # no rule shadows a later one
     most = max(rule.load for rule in TILE_RULES if rule.load is not None)
-    assert choose_tile(VerifyGeometry(1, 16), most + 1) == TILE_RULES[-1].tile
+    for rule in TILE_RULES[:-1]:  # no rule shadows a later one
+        assert choose_tile(VerifyGeometry(1, rule.window), rule.load or most + 1, "sm_90a") == rule.tile
+    assert choose_tile(VerifyGeometry(1, 16), most + 1, "sm_90a") == TILE_RULES[-1].tile
+
+
+@pytest.mark.parametrize(
+    ("change", "arch", "code"),
+    [
+        ({"alignment": 2}, "sm_90a", "geometry.alignment"),
+        ({"conv_layout": "DS"}, "sm_100a", "geometry.conv_layout"),
+        ({}, "sm_120a", "arch.shared_memory"),
+    ],
+)
+def test_a_persistent_tile_is_chosen_and_taken_where_it_fits(change, arch, code):
+    persistent = next(tile for tile in TILES if tile.persistent)
+    geometry = K3.replace(**change)
+    assert choose_tile(K3, 128, "sm_90a") == persistent
+    assert not choose_tile(geometry, 128, arch).persistent
+    assert [reason.code for reason in persistent_reasons(geometry, arch)] == [code]
+    with pytest.raises(GeometryError, match=code.replace(".", r"\.")):
+        plan_verify(geometry, 128, path="fused", arch=arch, tile=persistent, strict=True)
+    assert plan_verify(K3, 128, path="fused", arch="sm_90a", tile=persistent, strict=True).tile == persistent
 
 
 @pytest.mark.parametrize(
@@ -231,8 +250,11 @@ def test_tile_sizes(sizes, threads, cluster):
 
 def test_load_is_requests_times_heads():
     for heads, requests in ((12, 8), (96, 1), (1, 96)):
-        assert choose_tile(VerifyGeometry(heads, 4), requests) == choose_tile(VerifyGeometry(2, 4), 48)
-    assert choose_tile(VerifyGeometry(12, 4), 1).cluster > choose_tile(VerifyGeometry(12, 4), 128).cluster
+        assert choose_tile(VerifyGeometry(heads, 4), requests, "sm_90a") == choose_tile(
+            VerifyGeometry(2, 4), 48, "sm_90a"
+        )
+    few, many = (choose_tile(VerifyGeometry(12, 4), requests, "sm_90a") for requests in (1, 128))
+    assert few.cluster > many.cluster
 
 
 @pytest.mark.parametrize(
