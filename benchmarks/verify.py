@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks import rounds as the_round
-from benchmarks.timing import Timing, capture, time_graphs, time_host
+from benchmarks.timing import Timing, best_of, capture, time_graphs, time_host
 from flashkda.geometry import PRESETS, VerifyGeometry, preset
 from flashkda.planner import Plan, plan_verify
 from tests.gpu.cases import device_case, fork
@@ -81,9 +81,7 @@ def point(
             for case in cases
         ]
     graphs = {name: capture(calls) for name, calls in runs.items()}
-    times = time_graphs(graphs, rounds=rounds, milliseconds=8.0)
-    reads = {name: times.pop(name) for name in list(times) if name.startswith("floor-state-read")}
-    times["floor-state-read"] = min(reads.values(), key=lambda timing: timing.median)
+    times = best_of(time_graphs(graphs, rounds=rounds, milliseconds=8.0))
     shape = {"N": requests, "T": window, "H": geometry.heads, "state_dtype": state_dtype}
     rows = [_row(impl, shape, timing, count) for impl, timing in times.items()]
     host = []
