@@ -55,7 +55,7 @@ class Peer:
             made = self.adapter(point, cases)
             for call in made:
                 call()
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # a fault of its kernels is to be found here
         except Exception as error:  # whatever it raises, other rows are to be had without it
             first = str(error).strip().splitlines()[:1]
             raise Unavailable(f"{self.package} {self.version}: {type(error).__name__}: {' '.join(first)}") from error

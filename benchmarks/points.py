@@ -13,6 +13,7 @@ from flashkda.geometry import PRESETS, VerifyGeometry, preset
 
 #: Requests and window of the points in docs and issues.
 POINTS = ((1, 1), (1, 4), (1, 8), (1, 16), (8, 4), (32, 4), (64, 8), (128, 4))
+DEVICE = "cuda"
 HEADS = 12  # of a Kimi K3 rank at TP8
 KDA_LAYERS = PRESETS["kimi-k3"].kda_layers
 _HEAD = 128 * 128

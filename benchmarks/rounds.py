@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import points
 from benchmarks.points import KDA_LAYERS, Point, Result
 from benchmarks.timing import best_of, capture, time_graphs
 from benchmarks.verify import Calls, Wanted, make_layers
@@ -22,6 +23,7 @@ from tests.gpu.setup import kernel_specs
 from tests.inputs import Case
 
 COMMIT, COPY, ROUND = "flashkda-commit", "floor-state-copy", "flashkda-round"
+PATH = "fused"  # of the verify of a round
 DECODES = {"flashkda-decode-fused": "fused", "flashkda-decode-decomposed": "decomposed"}
 # States of the models that take turns, and how many models at most.
 _BYTES, _MODELS = 400e6, 4
@@ -37,7 +39,7 @@ def specs(point: Point, wanted: Wanted) -> list[tuple[Callable[..., Any], tuple[
     from benchmarks import floors
     from flashkda.kernels import specs as kernels
 
-    arch = target("cuda", None)
+    arch = target(points.DEVICE, None)
     found: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     if wanted(COMMIT) or wanted(ROUND):
         found.append((kernels.make_commit_spec, (CommitGeometry(point.geometry, KDA_LAYERS), arch)))
@@ -103,27 +105,27 @@ def decode(point: Point, rounds: int, wanted: Wanted) -> Result:
 
 
 def _decode(point: Point, impl: str) -> Any:
-    return plan_decode(point.geometry, point.requests, path=DECODES[impl], device="cuda", strict=True)
+    return plan_decode(point.geometry, point.requests, path=DECODES[impl], device=points.DEVICE, strict=True)
 
 
 def _verify(point: Point) -> Any:
-    return plan_verify(point.geometry, point.requests, path="fused", device="cuda", strict=True)
+    return plan_verify(point.geometry, point.requests, path=PATH, device=points.DEVICE, strict=True)
 
 
 def _commit(point: Point, model: list[Case]) -> Callable[[], object]:
-    plan = plan_commit(CommitGeometry(point.geometry, KDA_LAYERS), point.requests, device="cuda", strict=True)
+    plan = plan_commit(CommitGeometry(point.geometry, KDA_LAYERS), point.requests, device=points.DEVICE, strict=True)
     layers: Any = {name: [case[name] for case in model] for name in _LAYERED}
-    accepted = torch.full((point.requests,), point.window, dtype=torch.int32, device="cuda")
+    accepted = torch.full((point.requests,), point.window, dtype=torch.int32, device=points.DEVICE)
     return plan.bind(**layers, accepted=accepted, state_indices=model[0]["state_indices"]).run
 
 
 def _copies(point: Point, models: list[list[Case]]) -> dict[str, Calls]:
     from benchmarks import floors
 
-    tables = [torch.tensor([case["state"].data_ptr() for case in model], device="cuda") for model in models]
+    tables = [torch.tensor([case["state"].data_ptr() for case in model], device=points.DEVICE) for model in models]
     runs: dict[str, Calls] = {}
     for loads in floors.copy_loads(point.state_dtype):
-        copy = floors.load("floor_state_copy", target("cuda", None), point.state_dtype, loads)
+        copy = floors.load("floor_state_copy", target(points.DEVICE, None), point.state_dtype, loads)
         runs[f"{COPY}/{loads}"] = [
             lambda copy=copy, table=table, first=model[0]: copy(table, first["state"], first["state_indices"])  # type: ignore[misc]
             for table, model in zip(tables, models, strict=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import peers
+from benchmarks import peers, points
 from benchmarks.points import Point, Result, Unavailable
 from benchmarks.timing import best_of, capture, time_graphs, time_host
 from flashkda.errors import GeometryError, UnsupportedError
@@ -38,7 +38,9 @@ def plan_of(impl: str, point: Point) -> Plan:
     """What the planner chooses for an implementation. Raises Unavailable where it refuses, with every reason."""
     path, numerics = IMPLS[impl]
     try:
-        return plan_verify(point.geometry, point.requests, path=path, numerics=numerics, device="cuda", strict=True)
+        return plan_verify(
+            point.geometry, point.requests, path=path, numerics=numerics, device=points.DEVICE, strict=True
+        )
     except (GeometryError, UnsupportedError) as error:  # a mode that it does not know, or a path that it refuses
         raise Unavailable(error) from error
 
@@ -62,14 +64,14 @@ def specs(point: Point, wanted: Wanted) -> list[tuple[Callable[..., Any], tuple[
 
     found = kernel_specs(plans(point, wanted).values())
     if wanted(READ) or wanted(EMPTY):
-        found += floors.specs(target("cuda", None), point.state_dtype)
+        found += floors.specs(target(points.DEVICE, None), point.state_dtype)
     return found
 
 
 def make_layers(point: Point, count: int) -> list[Case]:
     """A batch in which every request uses its whole window; another one for each layer, in the same slots."""
     lengths, slots = [point.window] * point.requests, list(range(1, point.requests + 1))
-    return [device_case(point.geometry, lengths, seed=seed, device="cuda", slots=slots) for seed in range(count)]
+    return [device_case(point.geometry, lengths, seed=seed, device=points.DEVICE, slots=slots) for seed in range(count)]
 
 
 def measure(point: Point, rounds: int, wanted: Wanted) -> Result:
@@ -94,8 +96,8 @@ def measure(point: Point, rounds: int, wanted: Wanted) -> Result:
             try:
                 graphs[peer.impl] = capture(peer.calls(point, cases))
                 more[peer.impl] = {"covers": peer.covers, "version": peer.version}
-            except Unavailable as reason:
-                result.skip(peer.impl, point, reason)
+            except (Unavailable, RuntimeError) as reason:  # the latter where a capture refuses what it does
+                result.skip(peer.impl, point, str(reason).splitlines()[0])
     times = best_of(time_graphs(graphs, rounds=rounds, milliseconds=8.0))
     result.add(point, times, dict.fromkeys(times, count), more)
     if (point.requests, point.window) in HOST_POINTS:
@@ -110,7 +112,7 @@ def _floors(point: Point, cases: list[Case], wanted: Wanted) -> dict[str, Calls]
     from benchmarks import floors
     from flashkda.planner import target
 
-    arch, sink = target("cuda", None), torch.zeros(1, device="cuda")
+    arch, sink = target(points.DEVICE, None), torch.zeros(1, device=points.DEVICE)
     runs: dict[str, Calls] = {}
     if wanted(EMPTY):
         empty = floors.load("floor_empty", arch)

@@ -98,7 +98,8 @@ def table(rows: Sequence[Row]) -> str:
         if (row["N"], row["T"]) in of_impl:
             raise ValueError(f"{row['impl']} has N{row['N']} T{row['T']} twice")
         of_impl[row["N"], row["T"]] = float(row["us_per_layer"])
-    known = _NAMES | _ROUND
+    covers = {row["impl"]: f"{row['impl']}: {row['covers']}" for row in rows if "covers" in row}
+    known = _NAMES | _ROUND | covers
     names = [*(name for name in known if name in times), *(name for name in times if name not in known)]
 
     def line(first: str, numbers: Mapping[tuple[int, int], float]) -> str:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as suite
-from benchmarks import peers, plots, progress, rounds, sweep, timing, verify
+from benchmarks import peers, plots, points, progress, rounds, sweep, timing, verify
 from benchmarks.points import POINTS, Point, Result, Unavailable, chosen
 from benchmarks.timing import Timing
 
@@ -96,6 +98,70 @@ class TestSkipping:
         assert all((peer.adapter is None) == bool(peer.reason) for peer in peers.PEERS)
 
 
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The measuring code on the CPU: the reference in place of the kernels, small models, nothing captured or timed.
+    Returns the names of the floors that were launched, once they were."""
+    launched: list[str] = []
+
+    def run_all(calls: Any) -> int:
+        for call in calls:
+            call()
+        return len(calls)
+
+    def times(graphs: Any, **_: Any) -> dict[str, Timing]:
+        return {name: Timing(10.0 * calls, 1.0) for name, calls in graphs.items()}
+
+    def load(kind: str, arch: str, dtype: str = "float32", loads: int = 1) -> Any:
+        return lambda *tensors: launched.append(f"{kind}/{loads}: {len(tensors)}")
+
+    floors = types.SimpleNamespace(LOADS=(1, 2), copy_loads=lambda dtype: (4, 8), load=load, specs=lambda *_: [])
+    monkeypatch.setitem(sys.modules, "benchmarks.floors", floors)
+    monkeypatch.setattr("benchmarks.floors", floors, raising=False)
+    monkeypatch.setattr(points, "DEVICE", "cpu")
+    monkeypatch.setattr(points, "KDA_LAYERS", 2)
+    monkeypatch.setattr(rounds, "KDA_LAYERS", 2)
+    monkeypatch.setattr(verify, "IMPLS", {"flashkda-fused": ("reference", "exact"), "other": ("fused", "unheard-of")})
+    monkeypatch.setattr(rounds, "DECODES", {"flashkda-decode-fused": "reference"})
+    monkeypatch.setattr(rounds, "PATH", "reference")
+    for module in (verify, rounds):
+        monkeypatch.setattr(module, "capture", run_all)
+        monkeypatch.setattr(module, "time_graphs", times)
+    return launched
+
+
+class TestMeasuring:
+    def test_verify(self, on_the_cpu: list[str]) -> None:
+        point = Point(3, 2, heads=1)
+        result = verify.measure(point, 1, everything)
+        times = {row["impl"]: row["us_per_layer"] for row in result.rows}
+        assert times == {"flashkda-fused": 10.0, "floor-empty": 10.0, "floor-state-read": 10.0}
+        assert all(row["layers"] == 2 and row["N"] == 3 for row in result.rows)
+        reasons = {skip["impl"]: skip["reason"] for skip in result.skipped}
+        assert "unheard-of" in reasons.pop("other")
+        assert reasons.keys() == {peer.impl for peer in peers.PEERS}
+        assert sorted(set(on_the_cpu)) == ["floor_empty/1: 1", "floor_state_read/1: 3", "floor_state_read/2: 3"]
+        assert result.host == []
+
+    def test_only_what_is_wanted(self, on_the_cpu: list[str]) -> None:
+        result = verify.measure(Point(1, 1, heads=1), 1, chosen(("flashkda-fused",)))
+        assert [row["impl"] for row in result.rows] == ["flashkda-fused"]
+        assert result.skipped == [] and on_the_cpu == []
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_commit_and_round(self, dtype: str, on_the_cpu: list[str]) -> None:
+        result = rounds.measure(Point(2, 4, heads=1, state_dtype=dtype), 1, everything)
+        # A round of two layers is two verifies and one commit; four small models take turns.
+        assert {row["impl"]: row["us_per_layer"] for row in result.rows} == {
+            "flashkda-commit": 5.0, "flashkda-round": 15.0, "floor-state-copy": 5.0
+        }  # fmt: skip
+        assert sorted(set(on_the_cpu)) == ["floor_state_copy/4: 3", "floor_state_copy/8: 3"]
+
+    def test_decode(self, on_the_cpu: list[str]) -> None:
+        result = rounds.decode(Point(2, 1, heads=1), 1, everything)
+        assert [(row["impl"], row["us_per_layer"]) for row in result.rows] == [("flashkda-decode-fused", 10.0)]
+
+
 def fake(us: float, impls: tuple[str, ...]) -> Any:
     """In place of a module's measure."""
 
@@ -119,8 +185,8 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestRun:
     def test_all_points_and_files(self, faked: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        points = [Point(n, t, state_dtype=d) for d in ("float32", "bfloat16") for n, t in POINTS]
-        steps = suite.jobs(points, everything, 3)
+        grid = [Point(n, t, state_dtype=d) for d in ("float32", "bfloat16") for n, t in POINTS]
+        steps = suite.jobs(grid, everything, 3)
         # Decode has one point for each number of requests and each type.
         assert len(steps) == 2 * (8 + 8 + 5)
         path, values = tmp_path / "gpu.json", {"gpu": "NVIDIA H200"}
@@ -152,9 +218,9 @@ class TestRun:
 
 class TestSweep:
     def test_the_grid(self) -> None:
-        points = sweep.points(("float32", "bfloat16"))
-        assert len(set(points)) == len(points) == 4 * 4 * 2 * 2
-        assert Point(512, 16, 96, "bfloat16") in points
+        grid = sweep.points(("float32", "bfloat16"))
+        assert len(set(grid)) == len(grid) == 4 * 4 * 2 * 2
+        assert Point(512, 16, 96, "bfloat16") in grid
 
     def test_ratios_are_to_the_best_large_point_of_their_kind(self) -> None:
         def row(n: int, t: int, h: int, us: float) -> dict[str, Any]:
