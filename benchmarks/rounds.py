@@ -7,24 +7,27 @@ A small model's states would stay in the L2 cache, so several models take turns 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from benchmarks import points
-from benchmarks.points import KDA_LAYERS, Point, Result
+from benchmarks.points import KDA_LAYERS, Point, Result, Unavailable, chosen
 from benchmarks.timing import best_of, capture, time_graphs
-from benchmarks.verify import Calls, Wanted, make_layers
+from benchmarks.verify import Calls, Wanted, make_layers, plan_of, plans
 from flashkda.commit import CommitGeometry, plan_commit
-from flashkda.decode import plan_decode
-from flashkda.planner import plan_verify, target
+from flashkda.decode import DecodePlan, plan_decode
+from flashkda.errors import UnsupportedError
+from flashkda.planner import target
 from tests.gpu.setup import kernel_specs
 from tests.inputs import Case
 
 COMMIT, COPY, ROUND = "flashkda-commit", "floor-state-copy", "flashkda-round"
-PATH = "fused"  # of the verify of a round
+VERIFY = "flashkda-fused"  # of a round
 DECODES = {"flashkda-decode-fused": "fused", "flashkda-decode-decomposed": "decomposed"}
+Models = list[list[Case]]
 # States of the models that take turns, and how many models at most.
 _BYTES, _MODELS = 400e6, 4
 _LAYERED = ("state", "corrections", "key_gate", "A_log", "dt_bias")
@@ -45,7 +48,8 @@ def specs(point: Point, wanted: Wanted) -> list[tuple[Callable[..., Any], tuple[
         found.append((kernels.make_commit_spec, (CommitGeometry(point.geometry, KDA_LAYERS), arch)))
     if wanted(COPY):
         found += floors.specs(arch, point.state_dtype)
-    return kernel_specs([_verify(point)] if wanted(ROUND) else [], found)
+    verifies = plans(point, chosen((VERIFY,))) if wanted(ROUND) else {}
+    return kernel_specs(verifies.values(), found)
 
 
 def decode_specs(point: Point, wanted: Wanted) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -53,12 +57,14 @@ def decode_specs(point: Point, wanted: Wanted) -> list[tuple[Callable[..., Any],
     from flashkda.kernels import specs as kernels
     from flashkda.ops.decode_binding import DecodeBinding
 
-    plans = [_decode(point, impl) for impl in filter(wanted, DECODES)]
-    return [
-        (kernels.make_spec, (kind, plan.geometry, plan.tile, plan.arch))
-        for plan in plans
-        for kind in DecodeBinding.kinds(plan)
-    ]
+    found: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    for impl in filter(wanted, DECODES):
+        with contextlib.suppress(Unavailable):
+            plan = _decode(point, impl)
+            found += [
+                (kernels.make_spec, (kind, plan.geometry, plan.tile, plan.arch)) for kind in DecodeBinding.kinds(plan)
+            ]
+    return found
 
 
 def measure(point: Point, rounds: int, wanted: Wanted) -> Result:
@@ -69,22 +75,15 @@ def measure(point: Point, rounds: int, wanted: Wanted) -> Result:
         case["corrections"].normal_()
         case["key_gate"].normal_()
     runs: dict[str, Calls] = {}
-    commits = [_commit(point, model) for model in models] if wanted(COMMIT) or wanted(ROUND) else []
-    if wanted(COMMIT):
-        runs[COMMIT] = list(commits)
-    if wanted(ROUND):
-        plan = _verify(point)
-        runs[ROUND] = [
-            call
-            for model, commit in zip(models, commits, strict=True)
-            for call in (*(plan.bind(**case.tensors).run for case in model), commit)
-        ]
-    if wanted(COPY):
-        runs |= _copies(point, models)
     result = Result()
-    times = best_of(
-        time_graphs({name: capture(calls) for name, calls in runs.items()}, rounds=rounds, milliseconds=8.0)
-    )
+    for impl, calls_of in IMPLS.items():
+        if wanted(impl):
+            try:
+                runs |= calls_of(point, models)
+            except Unavailable as reason:
+                result.skip(impl, point, reason)
+    graphs = {name: capture(calls) for name, calls in runs.items()}
+    times = best_of(time_graphs(graphs, rounds=rounds, milliseconds=8.0))
     result.add(point, times, dict.fromkeys(times, KDA_LAYERS * count))
     for row in result.rows:
         row["layers"] = KDA_LAYERS
@@ -95,21 +94,40 @@ def decode(point: Point, rounds: int, wanted: Wanted) -> Result:
     """Time decode (the point's window is 1), a layer a launch and in three."""
     cases = make_layers(point, point.layers)
     runs: dict[str, Calls] = {}
-    for impl in filter(wanted, DECODES):
-        plan = _decode(point, impl)
-        runs[impl] = [plan.bind(**{name: case[name] for name in _OF_DECODE}).run for case in cases]
     result = Result()
+    for impl in filter(wanted, DECODES):
+        try:
+            plan = _decode(point, impl)
+        except Unavailable as reason:
+            result.skip(impl, point, reason)
+            continue
+        tensors: list[Any] = [{name: case[name] for name in _OF_DECODE} for case in cases]
+        runs[impl] = [plan.bind(**each).run for each in tensors]
     times = time_graphs({name: capture(calls) for name, calls in runs.items()}, rounds=rounds, milliseconds=8.0)
     result.add(point, times, dict.fromkeys(times, len(cases)))
     return result
 
 
-def _decode(point: Point, impl: str) -> Any:
-    return plan_decode(point.geometry, point.requests, path=DECODES[impl], device=points.DEVICE, strict=True)
+def _decode(point: Point, impl: str) -> DecodePlan:
+    try:
+        return plan_decode(point.geometry, point.requests, path=DECODES[impl], device=points.DEVICE, strict=True)
+    except UnsupportedError as error:
+        raise Unavailable(error) from error
 
 
-def _verify(point: Point) -> Any:
-    return plan_verify(point.geometry, point.requests, path=PATH, device=points.DEVICE, strict=True)
+def _commits(point: Point, models: Models) -> dict[str, Calls]:
+    return {COMMIT: [_commit(point, model) for model in models]}
+
+
+def _rounds(point: Point, models: Models) -> dict[str, Calls]:
+    plan = plan_of(VERIFY, point)
+    return {
+        ROUND: [
+            call
+            for model in models
+            for call in (*(plan.bind(**case.tensors).run for case in model), _commit(point, model))
+        ]
+    }
 
 
 def _commit(point: Point, model: list[Case]) -> Callable[[], object]:
@@ -119,7 +137,7 @@ def _commit(point: Point, model: list[Case]) -> Callable[[], object]:
     return plan.bind(**layers, accepted=accepted, state_indices=model[0]["state_indices"]).run
 
 
-def _copies(point: Point, models: list[list[Case]]) -> dict[str, Calls]:
+def _copies(point: Point, models: Models) -> dict[str, Calls]:
     from benchmarks import floors
 
     tables = [torch.tensor([case["state"].data_ptr() for case in model], device=points.DEVICE) for model in models]
@@ -131,3 +149,7 @@ def _copies(point: Point, models: list[list[Case]]) -> dict[str, Calls]:
             for table, model in zip(tables, models, strict=True)
         ]
     return runs
+
+
+#: Implementations, and what makes their calls on the layers of each model. It raises Unavailable, with the reason.
+IMPLS: dict[str, Callable[[Point, Models], dict[str, Calls]]] = {COMMIT: _commits, ROUND: _rounds, COPY: _copies}

@@ -123,7 +123,6 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(rounds, "KDA_LAYERS", 2)
     monkeypatch.setattr(verify, "IMPLS", {"flashkda-fused": ("reference", "exact"), "other": ("fused", "unheard-of")})
     monkeypatch.setattr(rounds, "DECODES", {"flashkda-decode-fused": "reference"})
-    monkeypatch.setattr(rounds, "PATH", "reference")
     for module in (verify, rounds):
         monkeypatch.setattr(module, "capture", run_all)
         monkeypatch.setattr(module, "time_graphs", times)
@@ -156,6 +155,12 @@ class TestMeasuring:
             "flashkda-commit": 5.0, "flashkda-round": 15.0, "floor-state-copy": 5.0
         }  # fmt: skip
         assert sorted(set(on_the_cpu)) == ["floor_state_copy/4: 3", "floor_state_copy/8: 3"]
+
+    def test_a_round_without_its_verify(self, on_the_cpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rounds, "VERIFY", "other")
+        result = rounds.measure(Point(1, 2, heads=1), 1, chosen(("flashkda-*",)))
+        assert [row["impl"] for row in result.rows] == ["flashkda-commit"]
+        assert [skip["impl"] for skip in result.skipped] == ["flashkda-round"]
 
     def test_decode(self, on_the_cpu: list[str]) -> None:
         result = rounds.decode(Point(2, 1, heads=1), 1, everything)
