@@ -39,7 +39,7 @@ gpu-evidence: $(READY)
 	$(PY) -m tests.gpu.evidence
 
 bench: $(READY)
-	$(PY) -m benchmarks.verify
+	$(PY) -m benchmarks
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timings. `python -m benchmarks.verify` is what `make bench` runs."""
+"""Timings. `python -m benchmarks` is what `make bench` runs."""

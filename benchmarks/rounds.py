@@ -1,118 +1,155 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of the rest of a round: the commit of all layers in one launch, decode, and verify with commit.
+"""Times of the rest of a round: the commit of all layers in one launch, verify with commit, and decode.
 
-Beside the commit stands a copy of the same states, read and written once. Every variant has tensors of its own.
+Beside the commit stands the fastest of a few kernels that read and write the same states, all layers in one launch too.
+A small model's states would stay in the L2 cache, so several models take turns in a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.timing import Timing, capture, time_graphs
-from flashkda.commit import CommitGeometry
-from flashkda.geometry import PRESETS, preset
-from flashkda.planner import plan_verify
-from tests.gpu.setup import Setup
-from tests.gpu.worlds import World
+from benchmarks import points
+from benchmarks.points import KDA_LAYERS, Point, Result, Unavailable, chosen
+from benchmarks.timing import best_of, capture, time_graphs
+from benchmarks.verify import Calls, Wanted, make_layers, plan_of, plans
+from flashkda.commit import CommitGeometry, plan_commit
+from flashkda.decode import DecodePlan, plan_decode
+from flashkda.errors import UnsupportedError
+from flashkda.planner import target
+from tests.gpu.setup import kernel_specs
+from tests.inputs import Case
 
-COMMIT_REQUESTS = (1, 8, 32, 128)
-DECODE_REQUESTS = (1, 8, 32, 128)
-ROUND_REQUESTS = (1, 32, 128)
-WINDOW = 4
-HEADS = 12
-# Copies of a small model that take turns, so that the states come from memory and not from the L2 cache.
-_BYTES = 400e6
+COMMIT, COPY, ROUND = "flashkda-commit", "floor-state-copy", "flashkda-round"
+VERIFY = "flashkda-fused"  # of a round
+DECODES = {"flashkda-decode-fused": "fused", "flashkda-decode-decomposed": "decomposed"}
+Models = list[list[Case]]
+# States of the models that take turns, and how many models at most.
+_BYTES, _MODELS = 400e6, 4
+_LAYERED = ("state", "corrections", "key_gate", "A_log", "dt_bias")
+_OF_DECODE = (
+    "mixed_qkv", "conv_weight", "conv_state", "raw_gate", "raw_beta", "A_log", "dt_bias", "state", "output_gate",
+    "norm_weight", "query_start_loc", "state_indices", "out",
+)  # fmt: skip
 
 
-def specs() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+def specs(point: Point, wanted: Wanted) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Recipes of the kernels, for `jit.cache.prebuild`."""
+    from benchmarks import floors
     from flashkda.kernels import specs as kernels
 
-    geometry, found = _geometry(), []
-    for requests in DECODE_REQUESTS:
-        plan = plan_verify(geometry, requests, path="fused", device="cuda", strict=True)
-        kinds = ("fused_verify", "fused_decode", "short_conv", "decode_rule", "gated_rms_norm")
-        found += [(kernels.make_spec, (kind, geometry, plan.tile, plan.arch)) for kind in kinds]
-    return [*found, (kernels.make_commit_spec, (CommitGeometry(geometry, 1), plan.arch))]
+    arch = target(points.DEVICE, None)
+    found: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    if wanted(COMMIT) or wanted(ROUND):
+        found.append((kernels.make_commit_spec, (CommitGeometry(point.geometry, KDA_LAYERS), arch)))
+    if wanted(COPY):
+        found += floors.specs(arch, point.state_dtype)
+    verifies = plans(point, chosen((VERIFY,))) if wanted(ROUND) else {}
+    return kernel_specs(verifies.values(), found)
 
 
-def rows(rounds: int) -> list[dict[str, Any]]:
-    """All rows."""
-    found = []
-    for requests in COMMIT_REQUESTS:
-        found += _commit(requests, rounds)
-    for requests in DECODE_REQUESTS:
-        found += _decode(requests, rounds)
+def decode_specs(point: Point, wanted: Wanted) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """The same for decode."""
+    from flashkda.kernels import specs as kernels
+    from flashkda.ops.decode_binding import DecodeBinding
+
+    found: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    for impl in filter(wanted, DECODES):
+        with contextlib.suppress(Unavailable):
+            plan = _decode(point, impl)
+            found += [
+                (kernels.make_spec, (kind, plan.geometry, plan.tile, plan.arch)) for kind in DecodeBinding.kinds(plan)
+            ]
     return found
 
 
-def _geometry() -> Any:
-    return preset("kimi-k3", tp=8, window=WINDOW)
+def measure(point: Point, rounds: int, wanted: Wanted) -> Result:
+    """Time commit, its floor, and the round, of all layers of as many models as keep the caches cold."""
+    count = min(_MODELS, max(1, round(_BYTES / (KDA_LAYERS * point.state_bytes))))
+    models = [make_layers(point, KDA_LAYERS) for _ in range(count)]
+    for case in (case for model in models for case in model):  # records as a verify leaves them
+        case["corrections"].normal_()
+        case["key_gate"].normal_()
+    runs: dict[str, Calls] = {}
+    result = Result()
+    for impl, calls_of in IMPLS.items():
+        if wanted(impl):
+            try:
+                runs |= calls_of(point, models)
+            except Unavailable as reason:
+                result.skip(impl, point, reason)
+    graphs = {name: capture(calls) for name, calls in runs.items()}
+    times = best_of(time_graphs(graphs, rounds=rounds, milliseconds=8.0))
+    result.add(point, times, dict.fromkeys(times, KDA_LAYERS * count))
+    for row in result.rows:
+        row["layers"] = KDA_LAYERS
+    return result
 
 
-def _worlds(requests: int) -> tuple[list[World], torch.Tensor, int]:
-    layers = PRESETS["kimi-k3"].kda_layers
-    size = layers * requests * HEADS * 128 * 128 * 4
-    worlds = [
-        World(Setup(), _geometry(), layers=layers, slots=requests + 1, seed=i, requests=requests)
-        for i in range(max(1, round(_BYTES / size)))
-    ]
-    for world in worlds:
-        for pool in world.pools:  # records as a verify leaves them
-            pool["corrections"].normal_()
-            pool["key_gate"].normal_()
-    return worlds, worlds[0].ints(range(1, requests + 1)), layers
+def decode(point: Point, rounds: int, wanted: Wanted) -> Result:
+    """Time decode (the point's window is 1), a layer a launch and in three."""
+    cases = make_layers(point, point.layers)
+    runs: dict[str, Calls] = {}
+    result = Result()
+    for impl in filter(wanted, DECODES):
+        try:
+            plan = _decode(point, impl)
+        except Unavailable as reason:
+            result.skip(impl, point, reason)
+            continue
+        tensors: list[Any] = [{name: case[name] for name in _OF_DECODE} for case in cases]
+        runs[impl] = [plan.bind(**each).run for each in tensors]
+    times = time_graphs({name: capture(calls) for name, calls in runs.items()}, rounds=rounds, milliseconds=8.0)
+    result.add(point, times, dict.fromkeys(times, len(cases)))
+    return result
 
 
-def _commit(requests: int, rounds: int) -> list[dict[str, Any]]:
-    worlds, slots, layers = _worlds(requests)
-    accepted = worlds[0].ints([WINDOW] * requests)
-    shape = (layers, requests, HEADS, 128, 128)
-    pairs = [(torch.randn(shape, device="cuda"), torch.empty(shape, device="cuda")) for _ in worlds]
-    calls: dict[str, Sequence[Callable[[], object]]] = {
-        "flashkda-commit": [lambda w=w: w.commit(accepted, slots) for w in worlds],  # type: ignore[misc]
-        "floor-state-copy": [lambda s=s, t=t: t.copy_(s) for s, t in pairs],  # type: ignore[misc]
+def _decode(point: Point, impl: str) -> DecodePlan:
+    try:
+        return plan_decode(point.geometry, point.requests, path=DECODES[impl], device=points.DEVICE, strict=True)
+    except UnsupportedError as error:
+        raise Unavailable(error) from error
+
+
+def _commits(point: Point, models: Models) -> dict[str, Calls]:
+    return {COMMIT: [_commit(point, model) for model in models]}
+
+
+def _rounds(point: Point, models: Models) -> dict[str, Calls]:
+    plan = plan_of(VERIFY, point)
+    return {
+        ROUND: [
+            call
+            for model in models
+            for call in (*(plan.bind(**case.tensors).run for case in model), _commit(point, model))
+        ]
     }
-    if requests in ROUND_REQUESTS:
-        starts = worlds[0].ints(range(0, WINDOW * requests + 1, WINDOW))
-        ones = torch.ones_like(slots)
-        given = worlds[0].inputs(WINDOW * requests)
-
-        def whole() -> None:
-            worlds[0].verify(given, starts, slots, ones)
-            worlds[0].commit(accepted, slots)
-
-        calls["flashkda-round"] = [whole]
-    return _timed(calls, layers, requests, WINDOW, rounds)
 
 
-def _decode(requests: int, rounds: int) -> list[dict[str, Any]]:
-    worlds, slots, layers = _worlds(requests)
-    world = worlds[0]
-    inputs, starts = world.inputs(requests), world.ints(range(requests + 1))
-    calls: dict[str, Sequence[Callable[[], object]]] = {
-        "flashkda-decode-fused": [lambda: world.decode(inputs, starts, slots)],
-        "flashkda-decode-decomposed": [lambda: world.decode_in_parts(inputs, starts, slots)],
-    }
-    return _timed(calls, layers, requests, 1, rounds)
+def _commit(point: Point, model: list[Case]) -> Callable[[], object]:
+    plan = plan_commit(CommitGeometry(point.geometry, KDA_LAYERS), point.requests, device=points.DEVICE, strict=True)
+    layers: Any = {name: [case[name] for case in model] for name in _LAYERED}
+    accepted = torch.full((point.requests,), point.window, dtype=torch.int32, device=points.DEVICE)
+    return plan.bind(**layers, accepted=accepted, state_indices=model[0]["state_indices"]).run
 
 
-def _timed(
-    calls: dict[str, Sequence[Callable[[], object]]], layers: int, requests: int, window: int, rounds: int
-) -> list[dict[str, Any]]:
-    graphs = {name: capture(list(each)) for name, each in calls.items()}
-    times: dict[str, Timing] = time_graphs(graphs, rounds=rounds, milliseconds=8.0)
-    shape = {"N": requests, "T": window, "H": HEADS, "state_dtype": "float32"}
-    return [
-        {
-            "impl": name,
-            **shape,
-            "us_per_layer": round(timing.median / layers / len(calls[name]), 3),
-            "spread_us": round(timing.spread / layers / len(calls[name]), 3),
-            "layers": layers,
-        }
-        for name, timing in times.items()
-    ]
+def _copies(point: Point, models: Models) -> dict[str, Calls]:
+    from benchmarks import floors
+
+    tables = [torch.tensor([case["state"].data_ptr() for case in model], device=points.DEVICE) for model in models]
+    runs: dict[str, Calls] = {}
+    for loads in floors.copy_loads(point.state_dtype):
+        copy = floors.load("floor_state_copy", target(points.DEVICE, None), point.state_dtype, loads)
+        runs[f"{COPY}/{loads}"] = [
+            lambda copy=copy, table=table, first=model[0]: copy(table, first["state"], first["state_indices"])  # type: ignore[misc]
+            for table, model in zip(tables, models, strict=True)
+        ]
+    return runs
+
+
+#: Implementations, and what makes their calls on the layers of each model. It raises Unavailable, with the reason.
+IMPLS: dict[str, Callable[[Point, Models], dict[str, Calls]]] = {COMMIT: _commits, ROUND: _rounds, COPY: _copies}

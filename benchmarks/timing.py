@@ -50,6 +50,15 @@ def time_graphs(graphs: Mapping[str, torch.cuda.CUDAGraph], *, rounds: int, mill
     return {name: Timing(statistics.median(found), max(found) - min(found)) for name, found in times.items()}
 
 
+def best_of(times: Mapping[str, Timing]) -> dict[str, Timing]:
+    """The fastest of each "name/shape" as "name"; others as they are."""
+    best: dict[str, Timing] = {}
+    for name, timing in times.items():
+        name = name.split("/")[0]
+        best[name] = min(best.get(name, timing), timing, key=lambda one: one.median)
+    return best
+
+
 def _measure(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
     """Microseconds a replay."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -20,17 +20,22 @@ from typing import Any
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 NOTHING = "No results are kept here yet: `make bench` on a GPU writes `benchmarks/results/<gpu>.json`."
 _ROOT = Path(__file__).parent.parent
+#: Times of other projects, which were measured apart from ours.
+PUBLISHED = _ROOT / "benchmarks" / "published.json"
 _FUSED, _DECOMPOSED = "flashkda-fused", "flashkda-decomposed"
 _NAMES = {
     _FUSED: "one launch",
+    "flashkda-fused-chunked": "one launch, chunked numerics",
     _DECOMPOSED: "three launches",
     "floor-empty": "floor: an empty launch",
     "floor-state-read": "floor: one read of the state",
 }
+_ROUND_OF_TWO = "flashkda-round"
 _ROUND = {
     "flashkda-commit": "commit, all layers in one launch",
-    "floor-state-copy": "torch's copy of the same states",
-    "flashkda-round": "verify and commit",
+    "floor-state-copy": "floor: one copy of the same states",
+    _ROUND_OF_TWO: "verify and commit",
+    "flashkda-round-folded": "verify with the previous commit, in one launch",
     "flashkda-decode-fused": "decode, one launch",
     "flashkda-decode-decomposed": "decode, three launches",
 }
@@ -45,7 +50,8 @@ def render(folder: Path) -> str:
 
 
 def file_tables(path: Path) -> Iterator[str]:
-    """For each number of heads and each dtype of the state a table of the verify, and one of the rest of a round."""
+    """For each number of heads and each dtype of the state a table of the verify, one of the rest of a round and, where
+    others' rounds were measured, one beside those."""
     content = json.loads(path.read_text())
     rows: Sequence[Row] = content if isinstance(content, list) else content["rows"]
     gpu = "" if isinstance(content, list) else content.get("gpu", "")
@@ -57,6 +63,30 @@ def file_tables(path: Path) -> Iterator[str]:
             if part:
                 caption = f"{title}, microseconds a layer: {what} (`benchmarks/results/{path.name}`)"
                 yield f"{caption}\n\n{table(part)}"
+        published = json.loads(PUBLISHED.read_text())
+        if (gpu, heads, dtype) == tuple(published[name] for name in ("gpu", "H", "state_dtype")):
+            yield from round_table(chosen, published)
+
+
+def round_table(rows: Sequence[Row], published: Mapping[str, Any]) -> Iterator[str]:
+    """Our rounds beside those of others, which were measured apart. Nothing where rows have none of ours."""
+    points = list(dict.fromkeys(point for times in published["rounds"].values() for point in times))
+    points.sort(key=lambda point: [int(number) for number in point.split(",")])
+    lines = {
+        f"FlashKDA, {_ROUND[impl]}": {
+            f"{row['N']},{row['T']}": f"{row['us_per_layer']:.2f}" for row in rows if row["impl"] == impl
+        }
+        for impl in (_ROUND_OF_TWO, "flashkda-round-folded")
+    }
+    lines = {name: times for name, times in lines.items() if times.keys() & set(points)}
+    if lines:
+        head = " | ".join("N{} T{}".format(*point.split(",")) for point in points)
+        body = [
+            f"| {name} | {' | '.join(times.get(point, '-') for point in points)} |"
+            for name, times in [*lines.items(), *published["rounds"].items()]
+        ]
+        caption = f"A round, microseconds a layer, beside others' ({published['source']}; `benchmarks/published.json`)"
+        yield "\n".join([caption, "", f"| | {head} |", "|---" * (len(points) + 1) + "|", *body])
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -68,7 +98,8 @@ def table(rows: Sequence[Row]) -> str:
         if (row["N"], row["T"]) in of_impl:
             raise ValueError(f"{row['impl']} has N{row['N']} T{row['T']} twice")
         of_impl[row["N"], row["T"]] = float(row["us_per_layer"])
-    known = _NAMES | _ROUND
+    covers = {row["impl"]: f"{row['impl']}: {row['covers']}" for row in rows if "covers" in row}
+    known = _NAMES | _ROUND | covers
     names = [*(name for name in known if name in times), *(name for name in times if name not in known)]
 
     def line(first: str, numbers: Mapping[tuple[int, int], float]) -> str:

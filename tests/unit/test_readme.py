@@ -177,8 +177,28 @@ def test_results_become_tables(tmp_path):
     (tmp_path / "x-h200.json").write_text(json.dumps([*rows[:1], row("flashkda-commit", 1, 4, 0.5)]))
     verify, of_round = readme_table.render(tmp_path).split("\n\nThe rest of a round, ")
     assert "commit" not in verify and "| commit, all layers in one launch | 0.50 |" in of_round
-    (tmp_path / "x-h200.json").write_text(json.dumps(rows[:1]))
-    assert "X" not in readme_table.render(tmp_path)
+    (tmp_path / "x-h200.json").write_text(json.dumps([row("peer-y", 1, 4, 7, covers="the rule")]))
+    text = readme_table.render(tmp_path)
+    assert "X" not in text and "| peer-y: the rule | 7.00 |" in text
+
+
+def test_rounds_stand_beside_those_of_others(tmp_path):
+    published = json.loads(readme_table.PUBLISHED.read_text())
+    rows = [row("flashkda-round", 128, 4, 60), row("flashkda-round", 1, 4, 3.25), row("flashkda-fused", 1, 4, 3)]
+    (tmp_path / "x.json").write_text(json.dumps({"gpu": published["gpu"], "rows": rows}))
+    *_, last = readme_table.render(tmp_path).split("\n\nA round, microseconds a layer, beside others' ")
+    assert published["source"] in last
+    assert last.split("\n")[2:] == [
+        "| | N1 T4 | N32 T4 | N128 T4 |",
+        "|---|---|---|---|",
+        "| FlashKDA, verify and commit | 3.25 | - | 60.00 |",
+        "| vLLM | 14.4 | 59 | 219 |",
+        "| SGLang | 9.8 | - | - |",
+        "| cuLA | - | 36.0 | 87.5 + its flush |",
+    ]
+    for other in ({"gpu": "Y", "rows": rows}, {"gpu": published["gpu"], "rows": rows[2:]}):
+        (tmp_path / "x.json").write_text(json.dumps(other))
+        assert "beside others" not in readme_table.render(tmp_path)
 
 
 def test_wrong_results_and_marks_are_refused(tmp_path):
