@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a geometry and a tile to a compiled kernel: its cache key, its compile recipe, and the loaded callable.
 
-Kernels are named ``short_conv``, ``record``, ``gated_rms_norm`` and ``fused_verify``. The DSL is imported only when one
+Kernels are named ``short_conv``, ``record``, ``gated_rms_norm`` and ``fused_verify``; those with the rule also exist with
+``_chunked`` behind the name, for that numerics mode. The DSL is imported only when one
 is compiled. A key carries what changes the code and no more: neither heads nor strides nor pool sizes, and the window
 rounded up to a power of two.
 """
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..jit.cache import is_loaded as _is_loaded
 from ..jit.cache import load_kernel
 from ..jit.key import KernelKey
-from .traits import WARP, CommitTraits, Traits, warp_roles, window_capacity
+from .traits import WARP, ChunkedTraits, CommitTraits, Traits, warp_roles, window_capacity
 
 if TYPE_CHECKING:
     from ..commit import CommitGeometry
@@ -25,14 +26,23 @@ if TYPE_CHECKING:
 # The driver takes 1 KiB of shared memory a CTA; alignment and some words of the kernel's own stay below another.
 _RESERVED = 1024
 
-KINDS = ("short_conv", "record", "gated_rms_norm", "fused_verify", "fused_decode", "decode_rule")
-_FUSED = ("fused_verify", "fused_decode")
+KINDS = (
+    "short_conv", "record", "gated_rms_norm", "fused_verify", "fused_decode", "decode_rule", "record_chunked",
+    "fused_verify_chunked",
+)  # fmt: skip
+_FUSED = ("fused_verify", "fused_decode", "fused_verify_chunked")
+_CHUNKED = ("record_chunked", "fused_verify_chunked")
 _DECODE = ("fused_decode", "decode_rule")
 
 #: Traits that each kernel's code does not depend on are left at their defaults, so that geometries share kernels.
 _IGNORED = {
     "fused_verify": (),
     "record": ("conv_layout", "conv_weight_dtype", "norm_weight_dtype", "norm", "has_num_accepted", "norm_eps"),
+    "fused_verify_chunked": ("rows_per_thread", "key_lanes"),
+    "record_chunked": (
+        "conv_layout", "conv_weight_dtype", "norm_weight_dtype", "norm", "has_num_accepted", "norm_eps",
+        "rows_per_thread", "key_lanes",
+    ),
     "fused_decode": ("records",),
     "decode_rule": (
         "conv_layout", "conv_weight_dtype", "norm_weight_dtype", "norm", "has_num_accepted", "norm_eps", "records",
@@ -54,7 +64,8 @@ def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Tra
     """The compile-time constants of kernel ``kind`` for this geometry, tile and architecture."""
     hopper_or_newer = arch not in ("sm_80", "sm_86", "sm_89")
     capacity = 1 if kind in _DECODE else window_capacity(geometry.window)
-    rule_warps = tile.rows // tile.rows_per_thread * tile.key_lanes // WARP
+    chunked = kind in _CHUNKED
+    rule_warps = (2 * tile.rows if chunked else tile.rows // tile.rows_per_thread * tile.key_lanes) // WARP
     token_warps, value_warps = warp_roles(capacity, tile.rows, rule_warps)
     everything: dict[str, Any] = {
         "capacity": capacity,
@@ -84,7 +95,7 @@ def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Tra
     ignored = {name: Traits.__dataclass_fields__[name].default for name in _IGNORED[kind] if name != "capacity"}
     if "capacity" in _IGNORED[kind]:
         ignored["capacity"] = 1
-    traits = Traits(**(everything | ignored))
+    traits = (ChunkedTraits if chunked else Traits)(**(everything | ignored))
     return traits if kind in ("short_conv", "gated_rms_norm") else _occupancy(traits, kind in _FUSED, arch)
 
 
@@ -164,6 +175,7 @@ def is_commit_loaded(geometry: CommitGeometry, arch: str) -> bool:
 def _recipe(kind: str, traits: Traits | CommitTraits) -> tuple[Any, tuple[Any, ...]]:
     from cutlass.cute.runtime import make_fake_stream
 
+    from .chunked import FusedVerifyChunked, RecordChunked
     from .commit import Commit
     from .fakes import fake_tensors
     from .gated_rms_norm import GatedRmsNorm
@@ -175,6 +187,8 @@ def _recipe(kind: str, traits: Traits | CommitTraits) -> tuple[Any, tuple[Any, .
         "record": Record,
         "gated_rms_norm": GatedRmsNorm,
         "fused_verify": FusedVerify,
+        "record_chunked": RecordChunked,
+        "fused_verify_chunked": FusedVerifyChunked,
         "fused_decode": FusedDecode,
         "decode_rule": DecodeRule,
         "commit": Commit,

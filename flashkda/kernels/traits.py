@@ -105,6 +105,35 @@ class Traits:
 
 
 @dataclass(frozen=True)
+class ChunkedTraits(Traits):
+    """``Traits`` of the chunked rule: two threads a value row solve, ``rows_per_thread`` and ``key_lanes`` say nothing."""
+
+    @property
+    def rule_threads(self) -> int:
+        return 2 * self.rows
+
+    @property
+    def lean(self) -> bool:
+        """Whether the prologue loads what a warp needs where it needs it: for many requests, where several CTAs share
+        an SM and cover each other's waits, and registers decide how many."""
+        return self.rows == HEAD_DIM
+
+    @property
+    def result_blocks(self) -> tuple[int, int]:
+        """u in place of its v, o behind them."""
+        return 0, 1
+
+    @property
+    def column_tiles(self) -> int:
+        """Tensor-core tiles of p and r, four tokens each."""
+        return -(-self.capacity // 4)
+
+    def shared_bytes(self, fuse: bool) -> int:
+        chunk = 4 * (2 * self.column_tiles * 8 * HEAD_DIM + 2 * self.capacity**2)
+        return super().shared_bytes(fuse) + chunk
+
+
+@dataclass(frozen=True)
 class CommitTraits:
     """Compile-time constants of the commit kernel; names as in ``Traits`` and ``CommitGeometry``."""
 

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The delta rule of a whole window at once: nothing is serial in the tokens but a triangular solve.
+
+With P(t, i) the product of the decays of tokens i+1 .. t (key by key), and P(t) that of tokens 0 .. t:
+
+    p_t = P(t) k^_t                    r_t = P(t) q^_t
+    c_ti = sum k^_t P(t, i) k^_i       d_ti = sum q^_t P(t, i) k^_i
+    u_t = beta_t (v_t - S p_t - sum_{i<t} c_ti u_i)
+    o_t = S r_t + sum_{i<=t} d_ti u_i
+
+Decays are factors in [0, 1] and are only ever multiplied: nothing overflows, and what has decayed to 0 is 0, as it is in
+the rule itself. (Quotients of cumulative decays would be 0/0 there.)
+
+S [p|r] runs on the tensor cores in tf32 with compensation: an fp32 number is the sum of two tf32 ones to 2^-23, and of
+the four products only the one of the two small parts is left out. The tensor cores cut off where they accumulate, so
+they only sum the eight keys of a step, from zero; steps are added outside, rounded to nearest, in order. A bf16 state is
+a tf32 number as it is.
+
+Orders of summation, whatever the tile and the window's capacity: c and d are chains of a lane's four keys, then a
+butterfly over 16, 8, 4, 2, 1; S p and S r are sixteen steps one after another; u and o take the earlier tokens in order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from . import memory
+from .memory import load, store_shared, to_float
+from .numerics import add, fma, mul, select, sub
+from .place import Place
+from .token import TokenStore
+from .traits import HEAD_DIM, QUAD, WARP, ChunkedTraits
+
+# A tile of the tensor cores: 16 value rows, 8 columns (p and r of four tokens), 8 keys a step.
+_ROWS, _COLUMNS, _STEP = 16, 8, 8
+_TOKENS = _COLUMNS // 2
+# Four lanes share a row; of each 32 keys a lane has eight adjacent ones, two for each of four steps.
+_SPAN = 32
+_SPANS = HEAD_DIM // _SPAN
+_PIECE = _SPAN // 4
+_WORDS = _COLUMNS * HEAD_DIM
+
+
+class ChunkStore(NamedTuple):
+    """Shared memory of the chunk: [p|r] as two tf32 parts, ``high`` and ``low`` [tiles, 4, 2, 32 lanes, 4] in the order
+    in which lanes read them; ``coefficients`` [c and d, capacity, capacity]. All fp32."""
+
+    high: object
+    low: object
+    coefficients: object
+
+
+def chunk_store(allocator, traits: ChunkedTraits) -> ChunkStore:
+    """Shared memory for a chunk of ``capacity`` tokens."""
+    words = traits.column_tiles * _WORDS
+    return ChunkStore(
+        memory.shared_array(allocator, Float32, words),
+        memory.shared_array(allocator, Float32, words),
+        memory.shared_array(allocator, Float32, 2 * traits.capacity**2),
+    )
+
+
+def _split(x):
+    """(high, low) as bits: tf32 numbers whose sum is x to 2^-23, high being x rounded to nearest."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .f32 high, low;\n"
+        "cvt.rna.tf32.f32 {$w0}, {$r0};\n"
+        "mov.b32 high, {$w0};\n"
+        "sub.rn.f32 low, {$r0}, high;\n"
+        "cvt.rna.tf32.f32 {$w1}, low;\n}",
+        write_only_types=[Int32, Int32],
+        read_only_args=[x],
+    )
+
+
+def _bits(x):
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+def _number(bits):
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+def _mma(a, b, c):
+    """c + a b of one step: 16 x 8 (four registers), 8 x 8 (two), 16 x 8 (four fp32)."""
+    return cute.arch.inline_ptx(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *c],
+    )
+
+
+def _dot(x, y):
+    total = mul(x[0], y[0])
+    for i in range(1, QUAD):
+        total = fma(x[i], y[i], total)
+    return total
+
+
+def _reduce(sums, lane):
+    """Sums over the warp's lanes, a power of two of them: lane l ends with number l * len(sums) // 32.
+
+    While there are several, a lane keeps one half of them and gets its partner's part of it; the pairs that are added
+    are those of a butterfly over 16, 8, 4, 2, 1, so the bits do not depend on how many there are.
+    """
+    offset = WARP // 2
+    while len(sums) > 1:
+        half = len(sums) // 2
+        upper = (lane & offset) != 0
+        kept = [select(upper, sums[half + i], sums[i]) for i in range(half)]
+        sent = [select(upper, sums[i], sums[half + i]) for i in range(half)]
+        sums = [add(mine, cute.arch.shuffle_sync_bfly(other, offset)) for mine, other in zip(kept, sent, strict=True)]
+        offset //= 2
+    total = sums[0]
+    while offset:
+        total = add(total, cute.arch.shuffle_sync_bfly(total, offset))
+        offset //= 2
+    return total
+
+
+class ChunkedRule:
+    """The three phases of one tile, with a barrier between each two. ``results`` in shared memory: v becomes u in the
+    first array of [capacity, rows], and o goes to the second."""
+
+    def __init__(self, traits: ChunkedTraits):
+        self.traits = traits
+        self.state_is_tf32 = traits.state_dtype == "bfloat16"
+        self.couple_warps = min(traits.capacity, traits.threads // WARP)
+        self.passes = -(-traits.capacity // self.couple_warps)
+        self.row_tiles = traits.rows // _ROWS
+        # Warps that share a row tile have different columns of it.
+        self.column_warps = max(1, min(traits.column_tiles, traits.threads // WARP // self.row_tiles))
+        self.tiles = -(-traits.column_tiles // self.column_warps)
+
+    # ---- 1. what the tokens are to each other
+
+    @cute.jit
+    def couple(self, place: cutlass.Constexpr, shared: cutlass.Constexpr, chunk: cutlass.Constexpr):
+        """A warp a token: c and d of all tokens up to it, and p and r, by running products of the decays."""
+        for i in cutlass.range_constexpr(self.passes):
+            # Later tokens have more before them: a warp takes an early and a late one.
+            first = i * self.couple_warps
+            token = first + place.warp
+            if cutlass.const_expr(i % 2):
+                token = first + self.couple_warps - 1 - place.warp
+            if (place.warp < self.couple_warps) & (token < self.traits.capacity):
+                self._couple_token(token, place, shared, chunk)
+
+    @cute.jit
+    def _couple_token(
+        self, token: Int32, place: cutlass.Constexpr, shared: cutlass.Constexpr, chunk: cutlass.Constexpr
+    ):
+        capacity = self.traits.capacity
+        p, r = cute.make_rmem_tensor(QUAD, Float32), cute.make_rmem_tensor(QUAD, Float32)
+        sums = cute.make_rmem_tensor(2 * capacity, Float32)
+        at = place.lane * QUAD
+        key = load(shared.key + (token * HEAD_DIM + at), QUAD, QUAD)
+        query = load(shared.query + (token * HEAD_DIM + at), QUAD, QUAD)
+        for j in cutlass.range_constexpr(QUAD):
+            p[j] = key[j]
+            r[j] = query[j]
+        for step in cutlass.range_constexpr(capacity):
+            i = capacity - 1 - step
+            sums[i] = Float32(0.0)
+            sums[capacity + i] = Float32(0.0)
+            if i <= token:
+                other = load(shared.key + (i * HEAD_DIM + at), QUAD, QUAD)
+                decay = load(shared.decay + (i * HEAD_DIM + at), QUAD, QUAD)
+                sums[i] = _dot(p, other)
+                sums[capacity + i] = _dot(r, other)
+                for j in cutlass.range_constexpr(QUAD):
+                    p[j] = mul(p[j], decay[j])
+                    r[j] = mul(r[j], decay[j])
+        total = _reduce([sums[i] for i in range(2 * capacity)], place.lane)
+        index = place.lane * (2 * capacity) // WARP
+        of_query, i = index // capacity, index % capacity
+        # Lanes that hold the same number store equal words to one place.
+        (chunk.coefficients + ((of_query * capacity + token) * capacity + i)).store(total)
+        self._store_columns(token, place, chunk, p, r)
+
+    def _store_columns(self, token, place: Place, chunk: ChunkStore, p, r):
+        """Both parts of p and r of this lane's keys, where the lanes that read them will look."""
+        span, lane = place.lane // (_SPAN // QUAD), place.lane % (_SPAN // QUAD)
+        block = (token // _TOKENS * _SPANS + span) * 2 + lane % 2
+        for which, values in enumerate((p, r)):
+            column = token % _TOKENS * 2 + which
+            at = block * (WARP * QUAD) + (column * 4 + lane // 2) * QUAD
+            parts = [_split(values[j]) for j in range(QUAD)]
+            store_shared(chunk.high + at, [_number(high) for high, _ in parts])
+            store_shared(chunk.low + at, [_number(low) for _, low in parts])
+
+    # ---- 2. the state
+
+    @cute.jit
+    def project(
+        self, place: cutlass.Constexpr, source, vector: cutlass.Constexpr, chunk: cutlass.Constexpr, results
+    ):
+        """S p is taken from v, S r goes to o's place. ``source``: pointer to the CTA's first row of the state."""
+        if place.warp < self.row_tiles * self.column_warps:
+            self._project_tile(place, source, vector, chunk, results)
+
+    @cute.jit
+    def _project_tile(
+        self, place: cutlass.Constexpr, source, vector: cutlass.Constexpr, chunk: cutlass.Constexpr, results
+    ):
+        traits = self.traits
+        row = place.warp % self.row_tiles * _ROWS + place.lane // 4
+        first_tile = place.warp // self.row_tiles
+        totals = [None] * self.tiles
+        zero = [Float32(0.0)] * 4
+        for span in cutlass.range_constexpr(_SPANS):
+            keys = source + (row * HEAD_DIM + span * _SPAN + place.lane % 4 * _PIECE)
+            upper = self._parts(load(keys, _PIECE, vector))
+            lower = self._parts(load(keys + 8 * HEAD_DIM, _PIECE, vector))
+            for n in cutlass.range_constexpr(self.tiles):
+                tile = first_tile + n * self.column_warps
+                at = (tile * _SPANS + span) * (2 * WARP * QUAD) + place.lane * QUAD
+                columns = [
+                    [_bits(x) for half in range(2) for x in load(part + (at + half * (WARP * QUAD)), QUAD, QUAD)]
+                    for part in (chunk.high, chunk.low)
+                ]
+                for step in cutlass.range_constexpr(_PIECE // 2):
+                    one, two = 2 * step, 2 * step + 1
+                    high = [upper[one][0], lower[one][0], upper[two][0], lower[two][0]]
+                    low = [upper[one][1], lower[one][1], upper[two][1], lower[two][1]]
+                    b_high, b_low = ([part[one], part[two]] for part in columns)
+                    product = _mma(high, b_low, zero)
+                    if cutlass.const_expr(not self.state_is_tf32):
+                        product = _mma(low, b_high, product)
+                    product = _mma(high, b_high, product)
+                    if cutlass.const_expr(totals[n] is None):
+                        totals[n] = list(product)
+                    else:
+                        totals[n] = [add(x, y) for x, y in zip(totals[n], product, strict=True)]
+        for n in cutlass.range_constexpr(self.tiles):
+            token = (first_tile + n * self.column_warps) * _TOKENS + place.lane % 4
+            if token < traits.capacity:
+                for half in cutlass.range_constexpr(2):
+                    value = results + (token * traits.rows + row + 8 * half)
+                    value.store(sub(value.load(), totals[n][2 * half]))
+                    (value + traits.capacity * traits.rows).store(totals[n][2 * half + 1])
+
+    def _parts(self, state):
+        """(high, low) of each element of the state."""
+        if self.state_is_tf32:
+            return [(_bits(x), None) for x in to_float(state)]
+        return [_split(x) for x in state]
+
+    def join(self):
+        """Makes the results of ``project`` known to the threads that solve for their rows."""
+        if self.column_warps == 1:
+            cute.arch.sync_warp()
+        else:
+            cute.arch.sync_threads()
+
+    # ---- 3. the solve
+
+    @cute.jit
+    def solve(self, place: cutlass.Constexpr, shared: cutlass.Constexpr, chunk: cutlass.Constexpr, results):
+        """Two lanes a row: both find all its u, each finishes every second o."""
+        if place.warp < self.row_tiles:
+            self._solve_rows(place, shared, chunk, results)
+
+    @cute.jit
+    def _solve_rows(self, place: cutlass.Constexpr, shared: cutlass.Constexpr, chunk: cutlass.Constexpr, results):
+        traits = self.traits
+        capacity, rows = traits.capacity, traits.rows
+        values = results + (place.warp * _ROWS + place.lane % _ROWS)
+        rest = [(values + token * rows).load() for token in range(capacity)]
+        beta = load(shared.beta, capacity, QUAD)
+        # The row's other lane has read them too.
+        cute.arch.sync_warp()
+        corrections = []
+        for token in cutlass.range_constexpr(capacity):
+            total = rest[token]
+            c = self._row_of(chunk.coefficients, token, token) if token else []
+            for i in cutlass.range_constexpr(token):
+                total = fma(-c[i], corrections[i], total)
+            corrections.append(mul(beta[token], total))
+            (values + token * rows).store(corrections[token])
+        outputs = values + capacity * rows
+        second = place.lane // _ROWS
+        for pair in cutlass.range_constexpr(-(-capacity // 2)):
+            token = Int32(0)
+            if cutlass.const_expr(capacity > 1):
+                token = 2 * pair + second
+            last = min(2 * pair + 1, capacity - 1)
+            d = self._row_of(chunk.coefficients + capacity**2, token, last + 1)
+            total = (outputs + token * rows).load()
+            for i in cutlass.range_constexpr(last + 1):
+                following = fma(d[i], corrections[i], total)
+                # Of a pair only the second token has this one before it.
+                total = select(second == 1, following, total) if i == 2 * pair + 1 else following
+            (outputs + token * rows).store(total)
+
+    def _row_of(self, matrix, token, count):
+        """The first ``count`` coefficients of a token, a few more where that makes whole vectors."""
+        vector = min(QUAD, self.traits.capacity)
+        return load(matrix + token * self.traits.capacity, -(-count // vector) * vector, vector)
