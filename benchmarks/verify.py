@@ -28,7 +28,12 @@ from tests.inputs import Case
 # Requests and window of the points in docs and issues.
 POINTS = ((1, 1), (1, 4), (1, 8), (1, 16), (8, 4), (32, 4), (64, 8), (128, 4))
 HOST_POINTS = ((1, 4), (8, 4))
-PATHS = {"flashkda-fused": "fused", "flashkda-decomposed": "decomposed"}
+# Path and numerics of each implementation.
+IMPLS = {
+    "flashkda-fused": ("fused", "exact"),
+    "flashkda-fused-chunked": ("fused", "chunked"),
+    "flashkda-decomposed": ("decomposed", "exact"),
+}
 SOURCES = ("flashkda", "benchmarks", "tests/gpu/cases.py", "tests/gpu/worlds.py", "tests/inputs.py")
 
 
@@ -43,8 +48,10 @@ def geometry_of(window: int, state_dtype: str) -> VerifyGeometry:
 
 
 def plan_of(impl: str, requests: int, window: int, state_dtype: str) -> Plan:
-    """What the planner chooses for a path."""
-    return plan_verify(geometry_of(window, state_dtype), requests, path=PATHS[impl], device="cuda", strict=True)
+    """What the planner chooses for an implementation."""
+    path, numerics = IMPLS[impl]
+    geometry = geometry_of(window, state_dtype)
+    return plan_verify(geometry, requests, path=path, numerics=numerics, device="cuda", strict=True)
 
 
 def make_layers(geometry: VerifyGeometry, requests: int, count: int) -> list[Case]:
@@ -65,7 +72,7 @@ def point(
     sink = torch.zeros(1, device="cuda")
     runs: dict[str, list[Callable[[], object]]] = {}
     between: dict[str, Any] = {}
-    for impl in PATHS:
+    for impl in IMPLS:
         plan = plan_of(impl, requests, window, state_dtype)
         if plan.path == "decomposed":  # the layers of a stream share what is between their launches
             between = {"qkv": torch.empty_like(cases[0]["mixed_qkv"]), "o": torch.empty_like(cases[0]["out"])}
@@ -88,7 +95,7 @@ def point(
     rows = [_row(impl, shape, timing, count) for impl, timing in times.items()]
     host = []
     if (requests, window) in HOST_POINTS:
-        for impl in PATHS:
+        for impl in IMPLS:
             timing = time_host(runs[impl][0])
             host.append(
                 {"impl": impl, **shape, "us": round(timing.median, 2), "p10_to_p90_us": round(timing.spread, 2)}
@@ -99,7 +106,7 @@ def point(
 def _row(impl: str, shape: dict[str, Any], timing: Timing, count: int) -> dict[str, Any]:
     row = {"impl": impl, **shape, "us_per_layer": round(timing.median / count, 3)}
     row |= {"spread_us": round(timing.spread / count, 3), "layers": count}
-    if impl in PATHS:
+    if impl in IMPLS:
         plan = plan_of(impl, shape["N"], shape["T"], shape["state_dtype"])
         row |= {"tile": str(plan.tile), "plan": plan.fingerprint}
     return row
@@ -113,7 +120,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = ["| us per layer | " + " | ".join(f"N{n} T{t}" for n, t in points) + " |", "|---" * (len(points) + 1) + "|"]
     for impl in impls:
         lines.append(f"| {impl} | " + " | ".join(f"{found[impl, n, t]:.2f}" for n, t in points) + " |")
-    fused, split = PATHS
+    fused, split = "flashkda-fused", "flashkda-decomposed"
     ratios = (found[split, n, t] / found[fused, n, t] for n, t in points)
     lines.append("| fused is faster by | " + " | ".join(f"{ratio:.2f}x" for ratio in ratios) + " |")
     return "\n".join(lines)
@@ -124,7 +131,7 @@ def build(points: Sequence[tuple[int, int]], state_dtype: str) -> int:
     from benchmarks import floors
     from flashkda.jit.cache import prebuild
 
-    plans = [plan_of(impl, n, t, state_dtype) for n, t in points for impl in PATHS]
+    plans = [plan_of(impl, n, t, state_dtype) for n, t in points for impl in IMPLS]
     specs = [*kernel_specs(plans, the_round.specs()), *floors.specs(plans[0].arch, state_dtype)]
     return len(prebuild(specs))
 

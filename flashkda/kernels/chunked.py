@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verification of one layer in the chunked numerics: ``FusedVerifyChunked`` and ``RecordChunked``.
 
-As kernels/verify.py but for the rule: one CTA has one request, one head and ``rows`` of its value rows, a cluster has the
-head. Phases, with a barrier between each two:
+As kernels/verify.py but for the rule: one CTA has one request, one head and ``rows`` of its value rows, a cluster has
+the head. Phases, with a barrier between each two:
 
-1. Metadata; the state by one bulk copy; conv inputs, gates, weights. A warp a token prepares q, k and the decay, others v.
+1. Metadata; the state by one bulk copy; conv inputs, gates, weights. A warp a token prepares q, k and the decay.
 2. What the tokens are to each other (chunked_rule.py), while the state is on its way. The conv window is rolled.
 3. The state times [p|r] on the tensor cores; then the solve, by the warps that have the rows.
 4. Corrections, norm, output.

@@ -8,16 +8,17 @@ With P(t, i) the product of the decays of tokens i+1 .. t (key by key), and P(t)
     u_t = beta_t (v_t - S p_t - sum_{i<t} c_ti u_i)
     o_t = S r_t + sum_{i<=t} d_ti u_i
 
-Decays are factors in [0, 1] and are only ever multiplied: nothing overflows, and what has decayed to 0 is 0, as it is in
-the rule itself. (Quotients of cumulative decays would be 0/0 there.)
+Decays are factors in [0, 1] and are only ever multiplied: nothing overflows, and what has decayed to 0 is 0, as it is
+in the rule itself. (Quotients of cumulative decays would be 0/0 there.)
 
 S [p|r] runs on the tensor cores in tf32 with compensation: an fp32 number is the sum of two tf32 ones to 2^-23, and of
 the four products only the one of the two small parts is left out. The tensor cores cut off where they accumulate, so
-they only sum the eight keys of a step, from zero; steps are added outside, rounded to nearest, in order. A bf16 state is
-a tf32 number as it is.
+they only sum the eight keys of a step, from zero; steps are added outside, rounded to nearest, in order. A bf16 state
+is a tf32 number as it is.
 
 Orders of summation, whatever the tile and the window's capacity: c and d are chains of a lane's four keys, then a
-butterfly over 16, 8, 4, 2, 1; S p and S r are sixteen steps one after another; u and o take the earlier tokens in order.
+butterfly over 16, 8, 4, 2, 1; S p and S r are sixteen steps one after another; u and o take the earlier tokens in
+order.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from . import memory
 from .memory import load, store_shared, to_float
 from .numerics import add, fma, mul, select, sub
 from .place import Place
-from .token import TokenStore
 from .traits import HEAD_DIM, QUAD, WARP, ChunkedTraits
 
 # A tile of the tensor cores: 16 value rows, 8 columns (p and r of four tokens), 8 keys a step.
@@ -197,9 +197,7 @@ class ChunkedRule:
     # ---- 2. the state
 
     @cute.jit
-    def project(
-        self, place: cutlass.Constexpr, source, vector: cutlass.Constexpr, chunk: cutlass.Constexpr, results
-    ):
+    def project(self, place: cutlass.Constexpr, source, vector: cutlass.Constexpr, chunk: cutlass.Constexpr, results):
         """S p is taken from v, S r goes to o's place. ``source``: pointer to the CTA's first row of the state."""
         if place.warp < self.row_tiles * self.column_warps:
             self._project_tile(place, source, vector, chunk, results)
