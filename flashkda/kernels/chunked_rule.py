@@ -209,9 +209,13 @@ class ChunkedRule:
         traits = self.traits
         row = place.warp % self.row_tiles * _ROWS + place.lane // 4
         first_tile = place.warp // self.row_tiles
-        totals = [None] * self.tiles
+        totals = cute.make_rmem_tensor((self.tiles, 4), Float32)
+        for n in cutlass.range_constexpr(self.tiles):
+            for j in cutlass.range_constexpr(4):
+                totals[n, j] = Float32(0.0)
         zero = [Float32(0.0)] * 4
-        for span in cutlass.range_constexpr(_SPANS):
+        # Unrolled, all loads of a tile with many columns would be moved to the front, and registers spilled.
+        for span in cutlass.range(_SPANS, unroll=1 if self.tiles > 1 else _SPANS):
             keys = source + (row * HEAD_DIM + span * _SPAN + place.lane % 4 * _PIECE)
             upper = self._parts(load(keys, _PIECE, vector))
             lower = self._parts(load(keys + 8 * HEAD_DIM, _PIECE, vector))
@@ -231,17 +235,15 @@ class ChunkedRule:
                     if cutlass.const_expr(not self.state_is_tf32):
                         product = _mma(low, b_high, product)
                     product = _mma(high, b_high, product)
-                    if cutlass.const_expr(totals[n] is None):
-                        totals[n] = list(product)
-                    else:
-                        totals[n] = [add(x, y) for x, y in zip(totals[n], product, strict=True)]
+                    for j in cutlass.range_constexpr(4):
+                        totals[n, j] = add(totals[n, j], product[j])
         for n in cutlass.range_constexpr(self.tiles):
             token = (first_tile + n * self.column_warps) * _TOKENS + place.lane % 4
             if token < traits.capacity:
                 for half in cutlass.range_constexpr(2):
                     value = results + (token * traits.rows + row + 8 * half)
-                    value.store(sub(value.load(), totals[n][2 * half]))
-                    (value + traits.capacity * traits.rows).store(totals[n][2 * half + 1])
+                    value.store(sub(value.load(), totals[n, 2 * half]))
+                    (value + traits.capacity * traits.rows).store(totals[n, 2 * half + 1])
 
     def _parts(self, state):
         """(high, low) of each element of the state."""
