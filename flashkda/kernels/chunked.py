@@ -144,11 +144,6 @@ class VerifyChunked:
 
         # ---- 1. loads, and the tokens
         source = at(state, request.slot * state.stride[0] + Int64(place.head * HEAD_DIM + place.row0) * HEAD_DIM)
-        if cutlass.const_expr(traits.bulk_state):
-            if place.tid == 0:
-                bytes_ = traits.rows * HEAD_DIM * state.element_type.width // 8
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers + _STATE_BARRIER, bytes_)
-                memory.bulk_copy_to_shared(staged, source, bytes_, barriers + _STATE_BARRIER)
         weight_type = Float32
         if cutlass.const_expr(self.fuse):
             weight_type = conv_weight.element_type
@@ -157,28 +152,25 @@ class VerifyChunked:
         if cutlass.const_expr(not prologue.roles):
             value_inputs = prologue.inputs(prologue.value_passes, 1)
             value_constants = prologue.constants(weight_type, 1)
-        if cutlass.const_expr(not traits.lean):
-            for i in cutlass.range_constexpr(prologue.token_passes):
-                prologue.load_token(inputs, request, place, i, mixed_qkv, conv_state, raw_gate, raw_beta)
-            prologue.load_constants(constants, place, conv_weight, A_log, dt_bias)
-            if cutlass.const_expr(not prologue.roles):
-                for i in cutlass.range_constexpr(prologue.value_passes):
-                    prologue.load_value(value_inputs, request, place, i, mixed_qkv, conv_state)
-                prologue.load_value_constants(value_constants, place, conv_weight)
+        for i in cutlass.range_constexpr(prologue.token_passes):
+            prologue.load_token(inputs, request, place, i, mixed_qkv, conv_state, raw_gate, raw_beta)
+        prologue.load_constants(constants, place, conv_weight, A_log, dt_bias)
+        if cutlass.const_expr(not prologue.roles):
+            for i in cutlass.range_constexpr(prologue.value_passes):
+                prologue.load_value(value_inputs, request, place, i, mixed_qkv, conv_state)
+            prologue.load_value_constants(value_constants, place, conv_weight)
         epilogue.load_constants(finals, place, norm_weight)
         epilogue.load(finals, request, place, output_gate)
-        if cutlass.const_expr(traits.lean):
-            prologue.load_constants(constants, place, conv_weight, A_log, dt_bias)
+        # Behind the small loads, which would else wait for it.
+        if cutlass.const_expr(traits.bulk_state):
+            if place.tid == 0:
+                bytes_ = traits.rows * HEAD_DIM * state.element_type.width // 8
+                cute.arch.mbarrier_arrive_and_expect_tx(barriers + _STATE_BARRIER, bytes_)
+                memory.bulk_copy_to_shared(staged, source, bytes_, barriers + _STATE_BARRIER)
         for i in cutlass.range_constexpr(prologue.token_passes):
-            if cutlass.const_expr(traits.lean):
-                prologue.load_token(inputs, request, place, i, mixed_qkv, conv_state, raw_gate, raw_beta)
             prologue.prepare_token(inputs, constants, request, place, i, shared, results, key_gate)
         if cutlass.const_expr(not prologue.roles):
-            if cutlass.const_expr(traits.lean):
-                prologue.load_value_constants(value_constants, place, conv_weight)
             for i in cutlass.range_constexpr(prologue.value_passes):
-                if cutlass.const_expr(traits.lean):
-                    prologue.load_value(value_inputs, request, place, i, mixed_qkv, conv_state)
                 prologue.prepare_value(value_inputs, value_constants, place, i, results)
         epilogue.prepare(finals, place, factors)
         if cutlass.const_expr(self.clustered):
@@ -190,9 +182,9 @@ class VerifyChunked:
                 self.epilogue.expect(request, place, barriers + _NORM_BARRIER)
 
         # ---- 2. the tokens among themselves
-        rule.couple(place, shared, chunk)
         if cutlass.const_expr(self.fuse and not self.clustered):
             prologue.roll_windows(inputs, value_inputs, request, place, mixed_qkv, conv_state)
+        rule.couple(place, shared, chunk)
         cute.arch.sync_threads()
         if cutlass.const_expr(traits.bulk_state):
             cute.arch.mbarrier_wait(barriers + _STATE_BARRIER, 0)

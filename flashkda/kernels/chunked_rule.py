@@ -13,12 +13,12 @@ in the rule itself. (Quotients of cumulative decays would be 0/0 there.)
 
 S [p|r] runs on the tensor cores in tf32 with compensation: an fp32 number is the sum of two tf32 ones to 2^-23, and of
 the four products only the one of the two small parts is left out. The tensor cores cut off where they accumulate, so
-they only sum the eight keys of a step, from zero; steps are added outside, rounded to nearest, in order. A bf16 state
-is a tf32 number as it is.
+they only sum the eight keys of a step, from zero; steps are added outside, rounded to nearest. A bf16 state is a tf32
+number as it is.
 
 Orders of summation, whatever the tile and the window's capacity: c and d are chains of a lane's four keys, then a
-butterfly over 16, 8, 4, 2, 1; S p and S r are sixteen steps one after another; u and o take the earlier tokens in
-order.
+butterfly over 16, 8, 4, 2, 1; S p and S r are four sums of four steps each, added in order; u and o take the earlier
+tokens in order.
 """
 
 from __future__ import annotations
@@ -47,20 +47,24 @@ _WORDS = _COLUMNS * HEAD_DIM
 
 class ChunkStore(NamedTuple):
     """Shared memory of the chunk: [p|r] as two tf32 parts, ``high`` and ``low`` [tiles, 4, 2, 32 lanes, 4] in the order
-    in which lanes read them; ``coefficients`` [c and d, capacity, capacity]. All fp32."""
+    in which lanes read them; ``coefficients`` [c and d, capacity, capacity]; ``partials`` [4, S p and S r, capacity,
+    rows] where warps share the keys, or None. All fp32."""
 
     high: object
     low: object
     coefficients: object
+    partials: object
 
 
 def chunk_store(allocator, traits: ChunkedTraits) -> ChunkStore:
     """Shared memory for a chunk of ``capacity`` tokens."""
     words = traits.column_tiles * _WORDS
+    partials = _SPANS * 2 * traits.capacity * traits.rows
     return ChunkStore(
         memory.shared_array(allocator, Float32, words),
         memory.shared_array(allocator, Float32, words),
         memory.shared_array(allocator, Float32, 2 * traits.capacity**2),
+        memory.shared_array(allocator, Float32, partials) if traits.key_warps > 1 else None,
     )
 
 
@@ -74,6 +78,22 @@ def _split(x):
         "cvt.rna.tf32.f32 {$w1}, low;\n}",
         write_only_types=[Int32, Int32],
         read_only_args=[x],
+    )
+
+
+def _split_state(x):
+    """The same for the state, of which there is much: high is cut off rather than rounded, which leaves low a bit more;
+    rounded to nearest, where the tensor cores cut off, it is x - high to 2^-22 of x."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .f32 high, low;\n.reg .b32 bits;\n"
+        "and.b32 {$w0}, {$r0}, 0xffffe000;\n"
+        "mov.b32 high, {$w0};\n"
+        "mov.b32 low, {$r0};\n"
+        "sub.rn.f32 low, low, high;\n"
+        "mov.b32 bits, low;\n"
+        "add.u32 {$w1}, bits, 0x1000;\n}",
+        write_only_types=[Int32, Int32],
+        read_only_args=[_bits(x)],
     )
 
 
@@ -132,10 +152,11 @@ class ChunkedRule:
         self.state_is_tf32 = traits.state_dtype == "bfloat16"
         self.couple_warps = min(traits.capacity, traits.threads // WARP)
         self.passes = -(-traits.capacity // self.couple_warps)
-        self.row_tiles = traits.rows // _ROWS
-        # Warps that share a row tile have different columns of it.
-        self.column_warps = max(1, min(traits.column_tiles, traits.threads // WARP // self.row_tiles))
+        self.row_tiles, self.column_warps = traits.row_tiles, traits.column_warps
         self.tiles = -(-traits.column_tiles // self.column_warps)
+        self.spans, self.shared_keys = _SPANS // traits.key_warps, traits.key_warps > 1
+        # Warps that have a row tile: all find all of its u, and share the outputs.
+        self.solve_warps = min(max(1, traits.threads // WARP // self.row_tiles), -(-traits.capacity // 2))
 
     # ---- 1. what the tokens are to each other
 
@@ -198,8 +219,9 @@ class ChunkedRule:
 
     @cute.jit
     def project(self, place: cutlass.Constexpr, source, vector: cutlass.Constexpr, chunk: cutlass.Constexpr, results):
-        """S p is taken from v, S r goes to o's place. ``source``: pointer to the CTA's first row of the state."""
-        if place.warp < self.row_tiles * self.column_warps:
+        """S p is taken from v, and S r goes to o's place; or, where warps share the keys, each one's part of both to
+        ``chunk``. ``source``: pointer to the CTA's first row of the state."""
+        if place.warp < self.traits.rule_threads // WARP:
             self._project_tile(place, source, vector, chunk, results)
 
     @cute.jit
@@ -208,14 +230,16 @@ class ChunkedRule:
     ):
         traits = self.traits
         row = place.warp % self.row_tiles * _ROWS + place.lane // 4
-        first_tile = place.warp // self.row_tiles
+        first_tile = place.warp // self.row_tiles % self.column_warps
+        first_span = place.warp // (self.row_tiles * self.column_warps) * self.spans
         totals = cute.make_rmem_tensor((self.tiles, 4), Float32)
         for n in cutlass.range_constexpr(self.tiles):
             for j in cutlass.range_constexpr(4):
                 totals[n, j] = Float32(0.0)
         zero = [Float32(0.0)] * 4
         # Unrolled, all loads of a tile with many columns would be moved to the front, and registers spilled.
-        for span in cutlass.range(_SPANS, unroll=1 if self.tiles > 1 else _SPANS):
+        for i in cutlass.range(self.spans, unroll=1 if self.tiles > 1 else self.spans):
+            span = first_span + i
             keys = source + (row * HEAD_DIM + span * _SPAN + place.lane % 4 * _PIECE)
             upper = self._parts(load(keys, _PIECE, vector))
             lower = self._parts(load(keys + 8 * HEAD_DIM, _PIECE, vector))
@@ -226,6 +250,7 @@ class ChunkedRule:
                     [_bits(x) for half in range(2) for x in load(part + (at + half * (WARP * QUAD)), QUAD, QUAD)]
                     for part in (chunk.high, chunk.low)
                 ]
+                steps = []
                 for step in cutlass.range_constexpr(_PIECE // 2):
                     one, two = 2 * step, 2 * step + 1
                     high = [upper[one][0], lower[one][0], upper[two][0], lower[two][0]]
@@ -234,26 +259,46 @@ class ChunkedRule:
                     product = _mma(high, b_low, zero)
                     if cutlass.const_expr(not self.state_is_tf32):
                         product = _mma(low, b_high, product)
-                    product = _mma(high, b_high, product)
+                    steps.append(_mma(high, b_high, product))
+                sums = [add(add(add(*x[:2]), x[2]), x[3]) for x in zip(*steps, strict=True)]
+                if cutlass.const_expr(self.shared_keys):
+                    self._store_part(span, tile, row, sums, place, chunk)
+                else:
                     for j in cutlass.range_constexpr(4):
-                        totals[n, j] = add(totals[n, j], product[j])
-        for n in cutlass.range_constexpr(self.tiles):
-            token = (first_tile + n * self.column_warps) * _TOKENS + place.lane % 4
-            if token < traits.capacity:
-                for half in cutlass.range_constexpr(2):
-                    value = results + (token * traits.rows + row + 8 * half)
-                    value.store(sub(value.load(), totals[n, 2 * half]))
-                    (value + traits.capacity * traits.rows).store(totals[n, 2 * half + 1])
+                        totals[n, j] = add(totals[n, j], sums[j])
+        if cutlass.const_expr(not self.shared_keys):
+            for n in cutlass.range_constexpr(self.tiles):
+                token = (first_tile + n * self.column_warps) * _TOKENS + place.lane % 4
+                if token < traits.capacity:
+                    for half in cutlass.range_constexpr(2):
+                        value = results + (token * traits.rows + row + 8 * half)
+                        value.store(sub(value.load(), totals[n, 2 * half]))
+                        (value + traits.capacity * traits.rows).store(totals[n, 2 * half + 1])
+
+    @cute.jit
+    def _store_part(
+        self, span: Int32, tile: Int32, row: Int32, sums: cutlass.Constexpr, place: cutlass.Constexpr,
+        chunk: cutlass.Constexpr,
+    ):  # fmt: skip
+        """A span's part of S p and S r, where other warps have the other spans."""
+        traits = self.traits
+        token = tile * _TOKENS + place.lane % 4
+        if token < traits.capacity:
+            part = chunk.partials + ((2 * span * traits.capacity + token) * traits.rows + row)
+            for which in cutlass.range_constexpr(2):
+                behind = part + which * (traits.capacity * traits.rows)
+                behind.store(sums[which])
+                (behind + 8).store(sums[2 + which])
 
     def _parts(self, state):
         """(high, low) of each element of the state."""
         if self.state_is_tf32:
             return [(_bits(x), None) for x in to_float(state)]
-        return [_split(x) for x in state]
+        return [_split_state(x) for x in state]
 
     def join(self):
         """Makes the results of ``project`` known to the threads that solve for their rows."""
-        if self.column_warps == 1:
+        if self.traits.rule_threads == WARP * self.row_tiles and self.solve_warps == 1:
             cute.arch.sync_warp()
         else:
             cute.arch.sync_threads()
@@ -262,19 +307,31 @@ class ChunkedRule:
 
     @cute.jit
     def solve(self, place: cutlass.Constexpr, shared: cutlass.Constexpr, chunk: cutlass.Constexpr, results):
-        """Two lanes a row: both find all its u, each finishes every second o."""
-        if place.warp < self.row_tiles:
+        """A lane finds all u of its row and finishes every so many o: lanes and warps share a row's."""
+        if place.warp < self.row_tiles * self.solve_warps:
             self._solve_rows(place, shared, chunk, results)
+
+    def _projected(self, which, chunk: ChunkStore, results, at):
+        """v - S p (``which`` 0) or S r (1) of the row and token ``at``."""
+        behind = self.traits.capacity * self.traits.rows
+        if not self.shared_keys:
+            return (results + (which * behind + at)).load()
+        parts = [(chunk.partials + ((2 * span + which) * behind + at)).load() for span in range(_SPANS)]
+        # As one warp that has all spans adds them.
+        total = Float32(0.0)
+        for part in parts:
+            total = add(total, part)
+        return total if which else sub((results + at).load(), total)
 
     @cute.jit
     def _solve_rows(self, place: cutlass.Constexpr, shared: cutlass.Constexpr, chunk: cutlass.Constexpr, results):
         traits = self.traits
         capacity, rows = traits.capacity, traits.rows
-        values = results + (place.warp * _ROWS + place.lane % _ROWS)
-        rest = [(values + token * rows).load() for token in range(capacity)]
+        row = place.warp % self.row_tiles * _ROWS + place.lane % _ROWS
+        sharers = 2 * self.solve_warps
+        own = place.warp // self.row_tiles * 2 + place.lane // _ROWS
+        rest = [self._projected(0, chunk, results, token * rows + row) for token in range(capacity)]
         beta = load(shared.beta, capacity, QUAD)
-        # The row's other lane has read them too.
-        cute.arch.sync_warp()
         corrections = []
         for token in cutlass.range_constexpr(capacity):
             total = rest[token]
@@ -282,21 +339,28 @@ class ChunkedRule:
             for i in cutlass.range_constexpr(token):
                 total = fma(-c[i], corrections[i], total)
             corrections.append(mul(beta[token], total))
-            (values + token * rows).store(corrections[token])
-        outputs = values + capacity * rows
-        second = place.lane // _ROWS
-        for pair in cutlass.range_constexpr(-(-capacity // 2)):
-            token = Int32(0)
-            if cutlass.const_expr(capacity > 1):
-                token = 2 * pair + second
-            last = min(2 * pair + 1, capacity - 1)
-            d = self._row_of(chunk.coefficients + capacity**2, token, last + 1)
-            total = (outputs + token * rows).load()
-            for i in cutlass.range_constexpr(last + 1):
+        outputs = []
+        for first in cutlass.range_constexpr(0, capacity, sharers):
+            token = memory.minimum(first + own, Int32(capacity - 1))
+            last = min(first + sharers, capacity)
+            d = self._row_of(chunk.coefficients + capacity**2, token, last)
+            total = self._projected(1, chunk, results, token * rows + row)
+            for i in cutlass.range_constexpr(last):
                 following = fma(d[i], corrections[i], total)
-                # Of a pair only the second token has this one before it.
-                total = select(second == 1, following, total) if i == 2 * pair + 1 else following
-            (outputs + token * rows).store(total)
+                # Later tokens are not looked at, not even times zero.
+                total = following if i <= first else select(token >= i, following, total)
+            outputs.append(total)
+        if cutlass.const_expr(self.solve_warps == 1):
+            cute.arch.sync_warp()
+        else:
+            # All warps of the row have read what is overwritten now.
+            cute.arch.barrier(barrier_id=1, number_of_threads=WARP * self.row_tiles * self.solve_warps)
+        for k in cutlass.range_constexpr(len(outputs)):
+            token = memory.minimum(k * sharers + own, Int32(capacity - 1))
+            (results + ((capacity + token) * rows + row)).store(outputs[k])
+        # Equal words from all who have the row.
+        for token in cutlass.range_constexpr(capacity):
+            (results + (token * rows + row)).store(corrections[token])
 
     def _row_of(self, matrix, token, count):
         """The first ``count`` coefficients of a token, a few more where that makes whole vectors."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..jit.cache import is_loaded as _is_loaded
 from ..jit.cache import load_kernel
 from ..jit.key import KernelKey
-from .traits import WARP, ChunkedTraits, CommitTraits, Traits, warp_roles, window_capacity
+from .traits import WARP, ChunkedTraits, CommitTraits, Traits, chunked_warp_roles, warp_roles, window_capacity
 
 if TYPE_CHECKING:
     from ..commit import CommitGeometry
@@ -67,6 +67,8 @@ def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Tra
     chunked = kind in _CHUNKED
     rule_warps = (2 * tile.rows if chunked else tile.rows // tile.rows_per_thread * tile.key_lanes) // WARP
     token_warps, value_warps = warp_roles(capacity, tile.rows, rule_warps)
+    if chunked and tile.rows <= 32:
+        token_warps, value_warps = chunked_warp_roles(capacity, tile.rows)
     everything: dict[str, Any] = {
         "capacity": capacity,
         "state_dtype": geometry.state_dtype,

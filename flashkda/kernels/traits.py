@@ -110,26 +110,42 @@ class ChunkedTraits(Traits):
 
     @property
     def rule_threads(self) -> int:
-        return 2 * self.rows
+        return WARP * self.row_tiles * self.column_warps * self.key_warps
 
     @property
     def lean(self) -> bool:
-        """Whether the prologue loads what a warp needs where it needs it: for many requests, where several CTAs share
-        an SM and cover each other's waits, and registers decide how many."""
-        return self.rows == HEAD_DIM
+        """False: the state is never held in registers."""
+        return False
 
     @property
-    def result_blocks(self) -> tuple[int, int]:
-        """u in place of its v, o behind them."""
-        return 0, 1
+    def row_tiles(self) -> int:
+        """Tensor-core tiles of the CTA's rows."""
+        return self.rows // 16
 
     @property
     def column_tiles(self) -> int:
         """Tensor-core tiles of p and r, four tokens each."""
         return -(-self.capacity // 4)
 
+    @property
+    def column_warps(self) -> int:
+        """Warps that share a row tile, with different columns of it."""
+        return min(self.column_tiles, max(1, 8 // self.row_tiles))
+
+    @property
+    def key_warps(self) -> int:
+        """Warps that share a tile of rows and columns, with different keys: where a CTA has few tiles and an SM to
+        itself."""
+        return min(4, 16 // (self.row_tiles * self.column_warps)) if self.rows <= 32 else 1
+
+    @property
+    def result_blocks(self) -> tuple[int, int]:
+        """u in place of its v, o behind them."""
+        return 0, 1
+
     def shared_bytes(self, fuse: bool) -> int:
-        chunk = 4 * (2 * self.column_tiles * 8 * HEAD_DIM + 2 * self.capacity**2)
+        partials = self.key_warps * 2 * self.capacity * self.rows if self.key_warps > 1 else 0
+        chunk = 4 * (2 * self.column_tiles * 8 * HEAD_DIM + 2 * self.capacity**2 + partials)
         return super().shared_bytes(fuse) + chunk
 
 
@@ -169,3 +185,8 @@ def warp_roles(capacity: int, rows: int, rule_warps: int) -> tuple[int, int]:
     if rule_warps >= 2 * capacity:
         return capacity, min(rule_warps - capacity, -(-value_items // WARP))
     return min(capacity, rule_warps), 0
+
+
+def chunked_warp_roles(capacity: int, rows: int) -> tuple[int, int]:
+    """The same for the chunked rule with a head split over many CTAs: a warp a token, and behind them v."""
+    return capacity, -(-capacity * rows // QUAD // WARP)
