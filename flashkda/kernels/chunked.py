@@ -24,7 +24,7 @@ from .chunked_rule import ChunkedRule, chunk_store
 from .epilogue import Epilogue
 from .memory import at
 from .place import here
-from .prologue import Prologue, token_store
+from .prologue import Prologue
 from .traits import HEAD_DIM, QUAD, ChunkedTraits
 from .window import read_metadata, request_window, zero_rows
 
@@ -86,13 +86,7 @@ class VerifyChunked:
         total_rows = Int32(out.shape[0])
 
         allocator = SmemAllocator()
-        shared = token_store(allocator, traits.capacity)
-        chunk = chunk_store(allocator, traits)
-        # v, then u, of the window's tokens, and o before its rounding to bf16.
-        results = memory.shared_array(allocator, Float32, 2 * traits.capacity * traits.rows)
-        factors = results
-        if cutlass.const_expr(self.epilogue.norm):
-            factors = memory.shared_array(allocator, Float32, traits.capacity * traits.rows)
+        shared, chunk = chunk_store(allocator, traits, self.epilogue.norm)
         partials = memory.shared_array(allocator, Float32, traits.capacity * traits.cluster)
         barriers = memory.shared_array(allocator, Int64, _BARRIERS)
         if cutlass.const_expr(traits.padding > 0):
@@ -127,7 +121,7 @@ class VerifyChunked:
             zero_rows(out, head, request.start, request.start + request.length, Int32(1), *zero)
         if request.live & (request.length > 0):
             self.verify(
-                request, place, shared, chunk, results, factors, partials, barriers, staged,
+                request, place, shared, chunk, partials, barriers, staged,
                 mixed_qkv, conv_weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state, output_gate,
                 norm_weight, out, corrections, key_gate,
             )  # fmt: skip
@@ -135,7 +129,7 @@ class VerifyChunked:
     @cute.jit
     def verify(
         self, request: cutlass.Constexpr, place: cutlass.Constexpr, shared: cutlass.Constexpr,
-        chunk: cutlass.Constexpr, results, factors, partials, barriers, staged,
+        chunk: cutlass.Constexpr, partials, barriers, staged,
         mixed_qkv, conv_weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state, output_gate,
         norm_weight, out, corrections, key_gate,
     ):  # fmt: skip
@@ -168,11 +162,12 @@ class VerifyChunked:
                 cute.arch.mbarrier_arrive_and_expect_tx(barriers + _STATE_BARRIER, bytes_)
                 memory.bulk_copy_to_shared(staged, source, bytes_, barriers + _STATE_BARRIER)
         for i in cutlass.range_constexpr(prologue.token_passes):
-            prologue.prepare_token(inputs, constants, request, place, i, shared, results, key_gate)
+            prologue.prepare_token(inputs, constants, request, place, i, shared, chunk.values, key_gate)
         if cutlass.const_expr(not prologue.roles):
             for i in cutlass.range_constexpr(prologue.value_passes):
-                prologue.prepare_value(value_inputs, value_constants, place, i, results)
-        epilogue.prepare(finals, place, factors)
+                prologue.prepare_value(value_inputs, value_constants, place, i, chunk.values)
+        if cutlass.const_expr(not traits.folded):
+            epilogue.prepare(finals, place, chunk.factors)
         if cutlass.const_expr(self.clustered):
             # The taps have been consumed; nothing else is published here, so the arrival can be relaxed.
             cute.arch.cluster_arrive_relaxed()
@@ -193,11 +188,12 @@ class VerifyChunked:
 
         # ---- 3. the state, and the solve
         if cutlass.const_expr(traits.bulk_state):
-            rule.project(place, staged, QUAD, chunk, results)
+            rule.project(place, staged, QUAD, chunk)
         else:
-            rule.project(place, source, traits.vector, chunk, results)
-        rule.join()
-        rule.solve(place, shared, chunk, results)
+            rule.project(place, source, traits.vector, chunk)
+        rule.solve(place, shared, chunk)
+        if cutlass.const_expr(traits.folded):
+            epilogue.prepare(finals, place, chunk.factors)
         cute.arch.sync_threads()
 
         # ---- 4. corrections, norm, output
@@ -205,13 +201,13 @@ class VerifyChunked:
             cute.arch.cluster_wait()
         sums = cute.make_rmem_tensor(epilogue.passes, Float32)
         if cutlass.const_expr(epilogue.norm):
-            epilogue.sum_squares(sums, request, place, results, partials, barriers + _NORM_BARRIER)
-        epilogue.store_corrections(request, place, results, corrections)
+            epilogue.sum_squares(sums, request, place, chunk.outputs, partials, barriers + _NORM_BARRIER)
+        epilogue.store_corrections(request, place, chunk.outputs, corrections)
         if cutlass.const_expr(self.clustered):
             prologue.roll_windows(inputs, value_inputs, request, place, mixed_qkv, conv_state)
         if cutlass.const_expr(epilogue.messages):
             cute.arch.mbarrier_wait(barriers + _NORM_BARRIER, 0)
-        epilogue.store_output(sums, factors, request, place, results, partials, out)
+        epilogue.store_output(sums, chunk.factors, request, place, chunk.outputs, partials, out)
 
 
 class FusedVerifyChunked(VerifyChunked):

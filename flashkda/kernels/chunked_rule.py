@@ -33,6 +33,8 @@ from . import memory
 from .memory import load, store_shared, to_float
 from .numerics import add, fma, mul, select, sub
 from .place import Place
+from .prologue import token_store
+from .token import TokenStore
 from .traits import HEAD_DIM, QUAD, WARP, ChunkedTraits
 
 # A tile of the tensor cores: 16 value rows, 8 columns (p and r of four tokens), 8 keys a step.
@@ -46,26 +48,42 @@ _WORDS = _COLUMNS * HEAD_DIM
 
 
 class ChunkStore(NamedTuple):
-    """Shared memory of the chunk: [p|r] as two tf32 parts, ``high`` and ``low`` [tiles, 4, 2, 32 lanes, 4] in the order
-    in which lanes read them; ``coefficients`` [c and d, capacity, capacity]; ``partials`` [4, S p and S r, capacity,
-    rows] where warps share the keys, or None. All fp32."""
+    """Shared memory of the chunk, all fp32. [p|r] as two tf32 parts, ``high`` and ``low`` [tiles, 4, 2, 32 lanes, 4] in
+    the order in which lanes read them; ``coefficients`` [c and d, capacity, capacity]; ``partials`` [4, S p and S r,
+    capacity, rows] where warps share the keys, or None; ``outputs`` o and, behind it, ``values`` v, then u, [capacity,
+    rows]; ``factors`` of the norm as ``values``, or None."""
 
     high: object
     low: object
     coefficients: object
     partials: object
+    outputs: object
+    values: object
+    factors: object
 
 
-def chunk_store(allocator, traits: ChunkedTraits) -> ChunkStore:
-    """Shared memory for a chunk of ``capacity`` tokens."""
-    words = traits.column_tiles * _WORDS
-    partials = _SPANS * 2 * traits.capacity * traits.rows
-    return ChunkStore(
-        memory.shared_array(allocator, Float32, words),
-        memory.shared_array(allocator, Float32, words),
-        memory.shared_array(allocator, Float32, 2 * traits.capacity**2),
-        memory.shared_array(allocator, Float32, partials) if traits.key_warps > 1 else None,
-    )
+def chunk_store(allocator, traits: ChunkedTraits, norm: bool) -> tuple[TokenStore, ChunkStore]:
+    """Shared memory of a window: of its tokens and of the chunk.
+
+    Folded, [p|r] takes the place of the tokens it was made from and of o, and the norm's factors the place of [p|r]:
+    each has been read by all, and a barrier has passed, before the next is written.
+    """
+    capacity = traits.capacity
+    words, block = traits.column_tiles * _WORDS, capacity * traits.rows
+    coefficients = memory.shared_array(allocator, Float32, 2 * capacity**2)
+    if not traits.folded:
+        partials = _SPANS * 2 * block if traits.key_warps > 1 else 0
+        tokens = token_store(allocator, capacity)
+        high, low, outputs = (memory.shared_array(allocator, Float32, n) for n in (words, words, 2 * block))
+        partials, factors = (
+            memory.shared_array(allocator, Float32, n) if n else None for n in (partials, block * norm)
+        )
+        return tokens, ChunkStore(high, low, coefficients, partials, outputs, outputs + block, factors)
+    pool = memory.shared_array(allocator, Float32, 2 * words + block)
+    scalars = memory.shared_array(allocator, Float32, 2 * capacity)
+    tokens = TokenStore(*(pool + i * capacity * HEAD_DIM for i in range(3)), scalars, scalars + capacity)
+    outputs = pool + (2 * words - block)
+    return tokens, ChunkStore(pool, pool + words, coefficients, None, outputs, outputs + block, pool)
 
 
 def _split(x):
@@ -144,8 +162,7 @@ def _reduce(sums, lane):
 
 
 class ChunkedRule:
-    """The three phases of one tile, with a barrier between each two. ``results`` in shared memory: v becomes u in the
-    first array of [capacity, rows], and o goes to the second."""
+    """The three phases of one tile, with a barrier between each two."""
 
     def __init__(self, traits: ChunkedTraits):
         self.traits = traits
@@ -160,24 +177,35 @@ class ChunkedRule:
 
     # ---- 1. what the tokens are to each other
 
+    def _couple_token(self, place: Place, i):
+        """Token of a warp's pass ``i``. Later tokens have more before them: a warp takes an early and a late one."""
+        within = self.couple_warps - 1 - place.warp if i % 2 else place.warp
+        return i * self.couple_warps + within
+
     @cute.jit
     def couple(self, place: cutlass.Constexpr, shared: cutlass.Constexpr, chunk: cutlass.Constexpr):
         """A warp a token: c and d of all tokens up to it, and p and r, by running products of the decays."""
+        columns = cute.make_rmem_tensor((self.passes, 2, QUAD), Float32)
         for i in cutlass.range_constexpr(self.passes):
-            # Later tokens have more before them: a warp takes an early and a late one.
-            first = i * self.couple_warps
-            token = first + place.warp
-            if cutlass.const_expr(i % 2):
-                token = first + self.couple_warps - 1 - place.warp
+            token = self._couple_token(place, i)
             if (place.warp < self.couple_warps) & (token < self.traits.capacity):
-                self._couple_token(token, place, shared, chunk)
+                self._couple(token, i, columns, place, shared, chunk)
+        if cutlass.const_expr(self.traits.folded):
+            cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(self.passes):
+            token = self._couple_token(place, i)
+            if (place.warp < self.couple_warps) & (token < self.traits.capacity):
+                for which in cutlass.range_constexpr(2):
+                    values = [columns[i, which, j] for j in range(QUAD)]
+                    self._store_column(2 * token + which, values, place, chunk)
 
     @cute.jit
-    def _couple_token(
-        self, token: Int32, place: cutlass.Constexpr, shared: cutlass.Constexpr, chunk: cutlass.Constexpr
-    ):
+    def _couple(
+        self, token: Int32, number: cutlass.Constexpr, columns: cute.Tensor, place: cutlass.Constexpr,
+        shared: cutlass.Constexpr, chunk: cutlass.Constexpr,
+    ):  # fmt: skip
         capacity = self.traits.capacity
-        p, r = cute.make_rmem_tensor(QUAD, Float32), cute.make_rmem_tensor(QUAD, Float32)
+        p, r = columns[number, 0, None], columns[number, 1, None]
         sums = cute.make_rmem_tensor(2 * capacity, Float32)
         at = place.lane * QUAD
         key = load(shared.key + (token * HEAD_DIM + at), QUAD, QUAD)
@@ -202,37 +230,49 @@ class ChunkedRule:
         of_query, i = index // capacity, index % capacity
         # Lanes that hold the same number store equal words to one place.
         (chunk.coefficients + ((of_query * capacity + token) * capacity + i)).store(total)
-        self._store_columns(token, place, chunk, p, r)
 
-    def _store_columns(self, token, place: Place, chunk: ChunkStore, p, r):
-        """Both parts of p and r of this lane's keys, where the lanes that read them will look."""
+    def _store_column(self, column, values, place: Place, chunk: ChunkStore):
+        """Both parts of a column's keys of this lane, where the lanes that read them will look."""
         span, lane = place.lane // (_SPAN // QUAD), place.lane % (_SPAN // QUAD)
-        block = (token // _TOKENS * _SPANS + span) * 2 + lane % 2
-        for which, values in enumerate((p, r)):
-            column = token % _TOKENS * 2 + which
-            at = block * (WARP * QUAD) + (column * 4 + lane // 2) * QUAD
-            parts = [_split(values[j]) for j in range(QUAD)]
-            store_shared(chunk.high + at, [_number(high) for high, _ in parts])
-            store_shared(chunk.low + at, [_number(low) for _, low in parts])
+        block = (column // _COLUMNS * _SPANS + span) * 2 + lane % 2
+        at = block * (WARP * QUAD) + (column % _COLUMNS * 4 + lane // 2) * QUAD
+        parts = [_split(value) for value in values]
+        store_shared(chunk.high + at, [_number(high) for high, _ in parts])
+        store_shared(chunk.low + at, [_number(low) for _, low in parts])
 
     # ---- 2. the state
 
     @cute.jit
-    def project(self, place: cutlass.Constexpr, source, vector: cutlass.Constexpr, chunk: cutlass.Constexpr, results):
-        """S p is taken from v, and S r goes to o's place; or, where warps share the keys, each one's part of both to
-        ``chunk``. ``source``: pointer to the CTA's first row of the state."""
-        if place.warp < self.traits.rule_threads // WARP:
-            self._project_tile(place, source, vector, chunk, results)
+    def project(self, place: cutlass.Constexpr, source, vector: cutlass.Constexpr, chunk: cutlass.Constexpr):
+        """S p is taken from v, and S r is o so far; or, where warps share the keys, each one's part of both goes to
+        ``partials``. ``source``: pointer to the CTA's first row of the state. All threads call this."""
+        totals = cute.make_rmem_tensor((self.tiles, 4), Float32)
+        works = place.warp < self.traits.rule_threads // WARP
+        if works:
+            self._project_tile(totals, place, source, vector, chunk)
+        if cutlass.const_expr(self.traits.folded):
+            cute.arch.sync_threads()
+        if cutlass.const_expr(not self.shared_keys):
+            if works:
+                self._store_totals(totals, place, chunk)
+        if cutlass.const_expr(self.traits.rule_threads == WARP * self.row_tiles and self.solve_warps == 1):
+            cute.arch.sync_warp()  # a warp's own rows
+        else:
+            cute.arch.sync_threads()
+
+    def _row(self, place: Place):
+        return place.warp % self.row_tiles * _ROWS + place.lane // 4
+
+    def _tile(self, place: Place, n):
+        return place.warp // self.row_tiles % self.column_warps + n * self.column_warps
 
     @cute.jit
     def _project_tile(
-        self, place: cutlass.Constexpr, source, vector: cutlass.Constexpr, chunk: cutlass.Constexpr, results
-    ):
-        traits = self.traits
-        row = place.warp % self.row_tiles * _ROWS + place.lane // 4
-        first_tile = place.warp // self.row_tiles % self.column_warps
+        self, totals: cute.Tensor, place: cutlass.Constexpr, source, vector: cutlass.Constexpr,
+        chunk: cutlass.Constexpr,
+    ):  # fmt: skip
+        row = self._row(place)
         first_span = place.warp // (self.row_tiles * self.column_warps) * self.spans
-        totals = cute.make_rmem_tensor((self.tiles, 4), Float32)
         for n in cutlass.range_constexpr(self.tiles):
             for j in cutlass.range_constexpr(4):
                 totals[n, j] = Float32(0.0)
@@ -244,7 +284,7 @@ class ChunkedRule:
             upper = self._parts(load(keys, _PIECE, vector))
             lower = self._parts(load(keys + 8 * HEAD_DIM, _PIECE, vector))
             for n in cutlass.range_constexpr(self.tiles):
-                tile = first_tile + n * self.column_warps
+                tile = self._tile(place, n)
                 at = (tile * _SPANS + span) * (2 * WARP * QUAD) + place.lane * QUAD
                 columns = [
                     [_bits(x) for half in range(2) for x in load(part + (at + half * (WARP * QUAD)), QUAD, QUAD)]
@@ -266,14 +306,18 @@ class ChunkedRule:
                 else:
                     for j in cutlass.range_constexpr(4):
                         totals[n, j] = add(totals[n, j], sums[j])
-        if cutlass.const_expr(not self.shared_keys):
-            for n in cutlass.range_constexpr(self.tiles):
-                token = (first_tile + n * self.column_warps) * _TOKENS + place.lane % 4
-                if token < traits.capacity:
-                    for half in cutlass.range_constexpr(2):
-                        value = results + (token * traits.rows + row + 8 * half)
-                        value.store(sub(value.load(), totals[n, 2 * half]))
-                        (value + traits.capacity * traits.rows).store(totals[n, 2 * half + 1])
+
+    @cute.jit
+    def _store_totals(self, totals: cute.Tensor, place: cutlass.Constexpr, chunk: cutlass.Constexpr):
+        traits = self.traits
+        for n in cutlass.range_constexpr(self.tiles):
+            token = self._tile(place, n) * _TOKENS + place.lane % 4
+            if token < traits.capacity:
+                for half in cutlass.range_constexpr(2):
+                    at = token * traits.rows + self._row(place) + 8 * half
+                    value = chunk.values + at
+                    value.store(sub(value.load(), totals[n, 2 * half]))
+                    (chunk.outputs + at).store(totals[n, 2 * half + 1])
 
     @cute.jit
     def _store_part(
@@ -296,41 +340,33 @@ class ChunkedRule:
             return [(_bits(x), None) for x in to_float(state)]
         return [_split_state(x) for x in state]
 
-    def join(self):
-        """Makes the results of ``project`` known to the threads that solve for their rows."""
-        if self.traits.rule_threads == WARP * self.row_tiles and self.solve_warps == 1:
-            cute.arch.sync_warp()
-        else:
-            cute.arch.sync_threads()
-
     # ---- 3. the solve
 
     @cute.jit
-    def solve(self, place: cutlass.Constexpr, shared: cutlass.Constexpr, chunk: cutlass.Constexpr, results):
+    def solve(self, place: cutlass.Constexpr, shared: cutlass.Constexpr, chunk: cutlass.Constexpr):
         """A lane finds all u of its row and finishes every so many o: lanes and warps share a row's."""
         if place.warp < self.row_tiles * self.solve_warps:
-            self._solve_rows(place, shared, chunk, results)
+            self._solve_rows(place, shared, chunk)
 
-    def _projected(self, which, chunk: ChunkStore, results, at):
+    def _projected(self, which, chunk: ChunkStore, at):
         """v - S p (``which`` 0) or S r (1) of the row and token ``at``."""
-        behind = self.traits.capacity * self.traits.rows
+        stored = (chunk.outputs if which else chunk.values) + at
         if not self.shared_keys:
-            return (results + (which * behind + at)).load()
-        parts = [(chunk.partials + ((2 * span + which) * behind + at)).load() for span in range(_SPANS)]
-        # As one warp that has all spans adds them.
-        total = Float32(0.0)
-        for part in parts:
-            total = add(total, part)
-        return total if which else sub((results + at).load(), total)
+            return stored.load()
+        # Added as by a warp that has all spans.
+        total, behind = Float32(0.0), self.traits.capacity * self.traits.rows
+        for span in range(_SPANS):
+            total = add(total, (chunk.partials + ((2 * span + which) * behind + at)).load())
+        return total if which else sub(stored.load(), total)
 
     @cute.jit
-    def _solve_rows(self, place: cutlass.Constexpr, shared: cutlass.Constexpr, chunk: cutlass.Constexpr, results):
+    def _solve_rows(self, place: cutlass.Constexpr, shared: cutlass.Constexpr, chunk: cutlass.Constexpr):
         traits = self.traits
         capacity, rows = traits.capacity, traits.rows
         row = place.warp % self.row_tiles * _ROWS + place.lane % _ROWS
         sharers = 2 * self.solve_warps
         own = place.warp // self.row_tiles * 2 + place.lane // _ROWS
-        rest = [self._projected(0, chunk, results, token * rows + row) for token in range(capacity)]
+        rest = [self._projected(0, chunk, token * rows + row) for token in range(capacity)]
         beta = load(shared.beta, capacity, QUAD)
         corrections = []
         for token in cutlass.range_constexpr(capacity):
@@ -344,7 +380,7 @@ class ChunkedRule:
             token = memory.minimum(first + own, Int32(capacity - 1))
             last = min(first + sharers, capacity)
             d = self._row_of(chunk.coefficients + capacity**2, token, last)
-            total = self._projected(1, chunk, results, token * rows + row)
+            total = self._projected(1, chunk, token * rows + row)
             for i in cutlass.range_constexpr(last):
                 following = fma(d[i], corrections[i], total)
                 # Later tokens are not looked at, not even times zero.
@@ -357,10 +393,10 @@ class ChunkedRule:
             cute.arch.barrier(barrier_id=1, number_of_threads=WARP * self.row_tiles * self.solve_warps)
         for k in cutlass.range_constexpr(len(outputs)):
             token = memory.minimum(k * sharers + own, Int32(capacity - 1))
-            (results + ((capacity + token) * rows + row)).store(outputs[k])
+            (chunk.outputs + (token * rows + row)).store(outputs[k])
         # Equal words from all who have the row.
         for token in cutlass.range_constexpr(capacity):
-            (results + (token * rows + row)).store(corrections[token])
+            (chunk.values + (token * rows + row)).store(corrections[token])
 
     def _row_of(self, matrix, token, count):
         """The first ``count`` coefficients of a token, a few more where that makes whole vectors."""

@@ -65,9 +65,9 @@ def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Tra
     hopper_or_newer = arch not in ("sm_80", "sm_86", "sm_89")
     capacity = 1 if kind in _DECODE else window_capacity(geometry.window)
     chunked = kind in _CHUNKED
-    rule_warps = (2 * tile.rows if chunked else tile.rows // tile.rows_per_thread * tile.key_lanes) // WARP
+    rule_warps = tile.rows // tile.rows_per_thread * tile.key_lanes // WARP
     token_warps, value_warps = warp_roles(capacity, tile.rows, rule_warps)
-    if chunked and tile.rows <= 32:
+    if chunked:
         token_warps, value_warps = chunked_warp_roles(capacity, tile.rows)
     everything: dict[str, Any] = {
         "capacity": capacity,
@@ -113,14 +113,17 @@ def _padding(rows: int, arch: str) -> int:
 
 def _occupancy(traits: Traits, fuse: bool, arch: str) -> Traits:
     """Drops the staging of the state where it does not fit, and says how many CTAs share an SM (up to two of 256
-    threads): the compiler then keeps to the registers that this leaves."""
+    threads, three where none holds the state in registers): the compiler then keeps to the registers that this leaves.
+    """
     available = _shared_memory(arch)
     if traits.shared_bytes(fuse) + 2 * _RESERVED > available:
         traits = replace(traits, bulk_state=False)
-    fit = available // (traits.shared_bytes(fuse) + 2 * _RESERVED)
+    chunked = isinstance(traits, ChunkedTraits)
+    fit = available // (traits.shared_bytes(fuse) + (_RESERVED + 512 if chunked else 2 * _RESERVED))
     if fuse and traits.conv_layout == "DS" and traits.capacity > 8:
         fit = 1  # a long window's taps, channel by channel, take more registers than two CTAs would leave
-    return replace(traits, min_blocks=max(1, min(fit, 512 // traits.threads)))
+    most = 768 if chunked else 512
+    return replace(traits, min_blocks=max(1, min(fit, most // traits.threads)))
 
 
 def make_spec(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> tuple[KernelKey, Callable[[], Any]]:

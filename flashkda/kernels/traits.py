@@ -130,7 +130,7 @@ class ChunkedTraits(Traits):
     @property
     def column_warps(self) -> int:
         """Warps that share a row tile, with different columns of it."""
-        return min(self.column_tiles, max(1, 8 // self.row_tiles))
+        return min(self.column_tiles, max(8, self.capacity) // self.row_tiles)
 
     @property
     def key_warps(self) -> int:
@@ -139,14 +139,24 @@ class ChunkedTraits(Traits):
         return min(4, 16 // (self.row_tiles * self.column_warps)) if self.rows <= 32 else 1
 
     @property
+    def folded(self) -> bool:
+        """Whether [p|r] takes the place of what it is made from: for many requests, where shared memory decides how
+        many CTAs share an SM; it costs two barriers."""
+        return self.rows == HEAD_DIM
+
+    @property
     def result_blocks(self) -> tuple[int, int]:
-        """u in place of its v, o behind them."""
-        return 0, 1
+        """o, and behind it u in place of v."""
+        return 1, 0
 
     def shared_bytes(self, fuse: bool) -> int:
-        partials = self.key_warps * 2 * self.capacity * self.rows if self.key_warps > 1 else 0
-        chunk = 4 * (2 * self.column_tiles * 8 * HEAD_DIM + 2 * self.capacity**2 + partials)
-        return super().shared_bytes(fuse) + chunk
+        block = self.capacity * self.rows
+        words = 2 * self.column_tiles * 8 * HEAD_DIM + 2 * self.capacity**2 + self.capacity * (2 + self.cluster) + block
+        if not self.folded:
+            words += 3 * HEAD_DIM * self.capacity + block * (1 + (fuse and self.norm))
+            words += 8 * block if self.key_warps > 1 else 0
+        state = self.rows * HEAD_DIM * (4 if self.state_dtype == "float32" else 2)
+        return self.padding + 4 * words + state * self.bulk_state
 
 
 @dataclass(frozen=True)
@@ -188,5 +198,6 @@ def warp_roles(capacity: int, rows: int, rule_warps: int) -> tuple[int, int]:
 
 
 def chunked_warp_roles(capacity: int, rows: int) -> tuple[int, int]:
-    """The same for the chunked rule with a head split over many CTAs: a warp a token, and behind them v."""
-    return capacity, -(-capacity * rows // QUAD // WARP)
+    """The same for the chunked rule: a warp a token, and behind them v, or v by all warps."""
+    value_warps = -(-capacity * rows // QUAD // WARP)
+    return capacity, value_warps if rows <= 32 or (rows == HEAD_DIM and capacity <= 4) else 0
