@@ -25,7 +25,7 @@ from .epilogue import Epilogue
 from .memory import at
 from .place import here
 from .prologue import Prologue
-from .traits import HEAD_DIM, QUAD, ChunkedTraits
+from .traits import HEAD_DIM, QUAD, WARP, ChunkedTraits
 from .window import read_metadata, request_window, zero_rows
 
 _STATE_BARRIER, _NORM_BARRIER, _BARRIERS = 0, 1, 2
@@ -41,6 +41,8 @@ class VerifyChunked:
         self.rule = ChunkedRule(traits)
         self.prologue = Prologue(traits, self.fuse)
         self.epilogue = Epilogue(traits, self.fuse and traits.norm)
+        # The thread that initializes barriers and sends for the state; its warp has v alone, or as much as all.
+        self.courier = traits.threads - WARP
         # Only the norm and the shared conv window need the CTAs of a head together.
         self.clustered = self.fuse and traits.cluster > 1
 
@@ -99,7 +101,7 @@ class VerifyChunked:
         # What needs no global value comes before the wait for the grid ahead, and overlaps its end: barriers, and
         # sending for the weights. (A prefetch to L2 reads nothing: what the grid ahead writes goes through L2 as well.)
         if cutlass.const_expr(traits.bulk_state or self.epilogue.messages):
-            if place.tid == 0:
+            if place.tid == self.courier:
                 for i in cutlass.range_constexpr(_BARRIERS):
                     cute.arch.mbarrier_init(barriers + i, 1)
                 cute.arch.mbarrier_init_fence()
@@ -125,6 +127,15 @@ class VerifyChunked:
                 mixed_qkv, conv_weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state, output_gate,
                 norm_weight, out, corrections, key_gate,
             )  # fmt: skip
+
+    @cute.jit
+    def copy_state(self, place: cutlass.Constexpr, state, source, barriers, staged):
+        """Sends for the CTA's rows of the state."""
+        if cutlass.const_expr(self.traits.bulk_state):
+            if place.tid == self.courier:
+                bytes_ = self.traits.rows * HEAD_DIM * state.element_type.width // 8
+                cute.arch.mbarrier_arrive_and_expect_tx(barriers + _STATE_BARRIER, bytes_)
+                memory.bulk_copy_to_shared(staged, source, bytes_, barriers + _STATE_BARRIER)
 
     @cute.jit
     def verify(
@@ -155,18 +166,17 @@ class VerifyChunked:
             prologue.load_value_constants(value_constants, place, conv_weight)
         epilogue.load_constants(finals, place, norm_weight)
         epilogue.load(finals, request, place, output_gate)
-        # Behind the small loads, which would else wait for it.
-        if cutlass.const_expr(traits.bulk_state):
-            if place.tid == 0:
-                bytes_ = traits.rows * HEAD_DIM * state.element_type.width // 8
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers + _STATE_BARRIER, bytes_)
-                memory.bulk_copy_to_shared(staged, source, bytes_, barriers + _STATE_BARRIER)
+        if cutlass.const_expr(not traits.folded):
+            self.copy_state(place, state, source, barriers, staged)
         for i in cutlass.range_constexpr(prologue.token_passes):
             prologue.prepare_token(inputs, constants, request, place, i, shared, chunk.values, key_gate)
         if cutlass.const_expr(not prologue.roles):
             for i in cutlass.range_constexpr(prologue.value_passes):
                 prologue.prepare_value(value_inputs, value_constants, place, i, chunk.values)
-        if cutlass.const_expr(not traits.folded):
+        if cutlass.const_expr(traits.folded):
+            # Behind the small loads: with many requests they would wait for everybody's states.
+            self.copy_state(place, state, source, barriers, staged)
+        else:
             epilogue.prepare(finals, place, chunk.factors)
         if cutlass.const_expr(self.clustered):
             # The taps have been consumed; nothing else is published here, so the arrival can be relaxed.

@@ -33,7 +33,7 @@ from . import memory
 from .memory import load, store_shared, to_float
 from .numerics import add, fma, mul, select, sub
 from .place import Place
-from .prologue import token_store
+from .tf32 import bits, mma, number, split, split_state
 from .token import TokenStore
 from .traits import HEAD_DIM, QUAD, WARP, ChunkedTraits
 
@@ -69,68 +69,23 @@ def chunk_store(allocator, traits: ChunkedTraits, norm: bool) -> tuple[TokenStor
     each has been read by all, and a barrier has passed, before the next is written.
     """
     capacity = traits.capacity
-    words, block = traits.column_tiles * _WORDS, capacity * traits.rows
+    words, block, operands = traits.column_tiles * _WORDS, capacity * traits.rows, 3 * capacity * HEAD_DIM
     coefficients = memory.shared_array(allocator, Float32, 2 * capacity**2)
-    if not traits.folded:
-        partials = _SPANS * 2 * block if traits.key_warps > 1 else 0
-        tokens = token_store(allocator, capacity)
-        high, low, outputs = (memory.shared_array(allocator, Float32, n) for n in (words, words, 2 * block))
-        partials, factors = (
-            memory.shared_array(allocator, Float32, n) if n else None for n in (partials, block * norm)
-        )
-        return tokens, ChunkStore(high, low, coefficients, partials, outputs, outputs + block, factors)
-    pool = memory.shared_array(allocator, Float32, 2 * words + block)
     scalars = memory.shared_array(allocator, Float32, 2 * capacity)
-    tokens = TokenStore(*(pool + i * capacity * HEAD_DIM for i in range(3)), scalars, scalars + capacity)
-    outputs = pool + (2 * words - block)
-    return tokens, ChunkStore(pool, pool + words, coefficients, None, outputs, outputs + block, pool)
-
-
-def _split(x):
-    """(high, low) as bits: tf32 numbers whose sum is x to 2^-23, high being x rounded to nearest."""
-    return cute.arch.inline_ptx(
-        "{\n.reg .f32 high, low;\n"
-        "cvt.rna.tf32.f32 {$w0}, {$r0};\n"
-        "mov.b32 high, {$w0};\n"
-        "sub.rn.f32 low, {$r0}, high;\n"
-        "cvt.rna.tf32.f32 {$w1}, low;\n}",
-        write_only_types=[Int32, Int32],
-        read_only_args=[x],
-    )
-
-
-def _split_state(x):
-    """The same for the state, of which there is much: high is cut off rather than rounded, which leaves low a bit more;
-    rounded to nearest, where the tensor cores cut off, it is x - high to 2^-22 of x."""
-    return cute.arch.inline_ptx(
-        "{\n.reg .f32 high, low;\n.reg .b32 bits;\n"
-        "and.b32 {$w0}, {$r0}, 0xffffe000;\n"
-        "mov.b32 high, {$w0};\n"
-        "mov.b32 low, {$r0};\n"
-        "sub.rn.f32 low, low, high;\n"
-        "mov.b32 bits, low;\n"
-        "add.u32 {$w1}, bits, 0x1000;\n}",
-        write_only_types=[Int32, Int32],
-        read_only_args=[_bits(x)],
-    )
-
-
-def _bits(x):
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
-
-
-def _number(bits):
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
-
-
-def _mma(a, b, c):
-    """c + a b of one step: 16 x 8 (four registers), 8 x 8 (two), 16 x 8 (four fp32)."""
-    return cute.arch.inline_ptx(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*a, *b, *c],
-    )
+    high = memory.shared_array(allocator, Float32, 2 * words + block if traits.folded else 2 * words)
+    partials = None
+    if traits.folded:
+        keys, outputs, factors = high, high + (2 * words - block), high
+    else:
+        keys = memory.shared_array(allocator, Float32, operands)
+        outputs = memory.shared_array(allocator, Float32, 2 * block)
+        factors = memory.shared_array(allocator, Float32, block) if norm else None
+        if traits.key_warps > 1:
+            partials = memory.shared_array(allocator, Float32, _SPANS * 2 * block)
+    # Queries lie right behind the keys: k and q of a token differ by a constant.
+    arrays = (keys + i * capacity * HEAD_DIM for i in range(3))
+    tokens = TokenStore(*arrays, scalars, scalars + capacity)
+    return tokens, ChunkStore(high, high + words, coefficients, partials, outputs, outputs + block, factors)
 
 
 def _dot(x, y):
@@ -167,11 +122,12 @@ class ChunkedRule:
     def __init__(self, traits: ChunkedTraits):
         self.traits = traits
         self.state_is_tf32 = traits.state_dtype == "bfloat16"
-        self.couple_warps = min(traits.capacity, traits.threads // WARP)
-        self.passes = -(-traits.capacity // self.couple_warps)
+        self.kinds = 1 if traits.splits_tokens else 2
+        self.passes = -(-2 * traits.capacity // (self.kinds * traits.couple_warps))
         self.row_tiles, self.column_warps = traits.row_tiles, traits.column_warps
         self.tiles = -(-traits.column_tiles // self.column_warps)
         self.spans, self.shared_keys = _SPANS // traits.key_warps, traits.key_warps > 1
+        self.joins = self.shared_keys and traits.capacity > 4
         # Warps that have a row tile: all find all of its u, and share the outputs.
         self.solve_warps = min(max(1, traits.threads // WARP // self.row_tiles), -(-traits.capacity // 2))
 
@@ -179,66 +135,68 @@ class ChunkedRule:
 
     def _couple_token(self, place: Place, i):
         """Token of a warp's pass ``i``. Later tokens have more before them: a warp takes an early and a late one."""
-        within = self.couple_warps - 1 - place.warp if i % 2 else place.warp
-        return i * self.couple_warps + within
+        if self.traits.splits_tokens:
+            return place.warp % self.traits.capacity
+        within = self.traits.couple_warps - 1 - place.warp if i % 2 else place.warp
+        return i * self.traits.couple_warps + within
 
     @cute.jit
     def couple(self, place: cutlass.Constexpr, shared: cutlass.Constexpr, chunk: cutlass.Constexpr):
-        """A warp a token: c and d of all tokens up to it, and p and r, by running products of the decays."""
-        columns = cute.make_rmem_tensor((self.passes, 2, QUAD), Float32)
+        """A warp a token, or a half: c and p, d and r, of all tokens up to it, by running products of the decays."""
+        columns = cute.make_rmem_tensor((self.passes, self.kinds, QUAD), Float32)
+        first = place.warp // self.traits.capacity if self.traits.splits_tokens else Int32(0)
         for i in cutlass.range_constexpr(self.passes):
             token = self._couple_token(place, i)
-            if (place.warp < self.couple_warps) & (token < self.traits.capacity):
-                self._couple(token, i, columns, place, shared, chunk)
+            if place.warp < self.traits.couple_warps:
+                self._couple(token, first, i, columns, place, shared, chunk)
         if cutlass.const_expr(self.traits.folded):
             cute.arch.sync_threads()
         for i in cutlass.range_constexpr(self.passes):
             token = self._couple_token(place, i)
-            if (place.warp < self.couple_warps) & (token < self.traits.capacity):
-                for which in cutlass.range_constexpr(2):
+            if place.warp < self.traits.couple_warps:
+                for which in cutlass.range_constexpr(self.kinds):
                     values = [columns[i, which, j] for j in range(QUAD)]
-                    self._store_column(2 * token + which, values, place, chunk)
+                    self._store_column(2 * token + first + which, values, place, chunk)
 
     @cute.jit
     def _couple(
-        self, token: Int32, number: cutlass.Constexpr, columns: cute.Tensor, place: cutlass.Constexpr,
+        self, token: Int32, first: Int32, number: cutlass.Constexpr, columns: cute.Tensor, place: cutlass.Constexpr,
         shared: cutlass.Constexpr, chunk: cutlass.Constexpr,
     ):  # fmt: skip
-        capacity = self.traits.capacity
-        p, r = columns[number, 0, None], columns[number, 1, None]
-        sums = cute.make_rmem_tensor(2 * capacity, Float32)
+        """``first`` of the kinds: 0 for k (c and p), 1 for q (d and r)."""
+        capacity, kinds = self.traits.capacity, self.kinds
+        sums = cute.make_rmem_tensor((kinds, capacity), Float32)
         at = place.lane * QUAD
-        key = load(shared.key + (token * HEAD_DIM + at), QUAD, QUAD)
-        query = load(shared.query + (token * HEAD_DIM + at), QUAD, QUAD)
-        for j in cutlass.range_constexpr(QUAD):
-            p[j] = key[j]
-            r[j] = query[j]
+        for which in cutlass.range_constexpr(kinds):
+            source = shared.key + ((first + which) * (capacity * HEAD_DIM) + token * HEAD_DIM + at)
+            values = load(source, QUAD, QUAD)
+            for j in cutlass.range_constexpr(QUAD):
+                columns[number, which, j] = values[j]
         for step in cutlass.range_constexpr(capacity):
             i = capacity - 1 - step
-            sums[i] = Float32(0.0)
-            sums[capacity + i] = Float32(0.0)
+            for which in cutlass.range_constexpr(kinds):
+                sums[which, i] = Float32(0.0)
             if i <= token:
-                other = load(shared.key + (i * HEAD_DIM + at), QUAD, QUAD)
+                key = load(shared.key + (i * HEAD_DIM + at), QUAD, QUAD)
                 decay = load(shared.decay + (i * HEAD_DIM + at), QUAD, QUAD)
-                sums[i] = _dot(p, other)
-                sums[capacity + i] = _dot(r, other)
-                for j in cutlass.range_constexpr(QUAD):
-                    p[j] = mul(p[j], decay[j])
-                    r[j] = mul(r[j], decay[j])
-        total = _reduce([sums[i] for i in range(2 * capacity)], place.lane)
-        index = place.lane * (2 * capacity) // WARP
-        of_query, i = index // capacity, index % capacity
+                for which in cutlass.range_constexpr(kinds):
+                    sums[which, i] = _dot([columns[number, which, j] for j in range(QUAD)], key)
+                    for j in cutlass.range_constexpr(QUAD):
+                        columns[number, which, j] = mul(columns[number, which, j], decay[j])
+        total = _reduce([sums[which, i] for which in range(kinds) for i in range(capacity)], place.lane)
+        index = place.lane * (kinds * capacity) // WARP
+        which, i = first + index // capacity, index % capacity
         # Lanes that hold the same number store equal words to one place.
-        (chunk.coefficients + ((of_query * capacity + token) * capacity + i)).store(total)
+        (chunk.coefficients + ((which * capacity + token) * capacity + i)).store(total)
 
     def _store_column(self, column, values, place: Place, chunk: ChunkStore):
         """Both parts of a column's keys of this lane, where the lanes that read them will look."""
         span, lane = place.lane // (_SPAN // QUAD), place.lane % (_SPAN // QUAD)
         block = (column // _COLUMNS * _SPANS + span) * 2 + lane % 2
         at = block * (WARP * QUAD) + (column % _COLUMNS * 4 + lane // 2) * QUAD
-        parts = [_split(value) for value in values]
-        store_shared(chunk.high + at, [_number(high) for high, _ in parts])
-        store_shared(chunk.low + at, [_number(low) for _, low in parts])
+        parts = [split(value) for value in values]
+        store_shared(chunk.high + at, [number(high) for high, _ in parts])
+        store_shared(chunk.low + at, [number(low) for _, low in parts])
 
     # ---- 2. the state
 
@@ -247,7 +205,7 @@ class ChunkedRule:
         """S p is taken from v, and S r is o so far; or, where warps share the keys, each one's part of both goes to
         ``partials``. ``source``: pointer to the CTA's first row of the state. All threads call this."""
         totals = cute.make_rmem_tensor((self.tiles, 4), Float32)
-        works = place.warp < self.traits.rule_threads // WARP
+        works = place.warp < self.traits.project_warps
         if works:
             self._project_tile(totals, place, source, vector, chunk)
         if cutlass.const_expr(self.traits.folded):
@@ -255,10 +213,24 @@ class ChunkedRule:
         if cutlass.const_expr(not self.shared_keys):
             if works:
                 self._store_totals(totals, place, chunk)
-        if cutlass.const_expr(self.traits.rule_threads == WARP * self.row_tiles and self.solve_warps == 1):
+        if cutlass.const_expr(self.traits.project_warps == self.row_tiles and self.solve_warps == 1):
             cute.arch.sync_warp()  # a warp's own rows
         else:
             cute.arch.sync_threads()
+        if cutlass.const_expr(self.joins):
+            self._join_parts(place, chunk)
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def _join_parts(self, place: cutlass.Constexpr, chunk: cutlass.Constexpr):
+        """Adds up the parts of the spans, once for all who will read the sums."""
+        block = self.traits.capacity * self.traits.rows
+        for i in cutlass.range_constexpr(-(-block // self.traits.threads)):
+            at = place.tid + i * self.traits.threads
+            if at < block:
+                value, output = (self._projected(which, chunk, at) for which in range(2))
+                (chunk.values + at).store(value)
+                (chunk.outputs + at).store(output)
 
     def _row(self, place: Place):
         return place.warp % self.row_tiles * _ROWS + place.lane // 4
@@ -277,8 +249,8 @@ class ChunkedRule:
             for j in cutlass.range_constexpr(4):
                 totals[n, j] = Float32(0.0)
         zero = [Float32(0.0)] * 4
-        # Unrolled, all loads of a tile with many columns would be moved to the front, and registers spilled.
-        for i in cutlass.range(self.spans, unroll=1 if self.tiles > 1 else self.spans):
+        # Unrolled, all loads are moved to the front: good for a warp alone, but many warps have no registers for it.
+        for i in cutlass.range(self.spans, unroll=self.spans if self.shared_keys else 1):
             span = first_span + i
             keys = source + (row * HEAD_DIM + span * _SPAN + place.lane % 4 * _PIECE)
             upper = self._parts(load(keys, _PIECE, vector))
@@ -287,7 +259,7 @@ class ChunkedRule:
                 tile = self._tile(place, n)
                 at = (tile * _SPANS + span) * (2 * WARP * QUAD) + place.lane * QUAD
                 columns = [
-                    [_bits(x) for half in range(2) for x in load(part + (at + half * (WARP * QUAD)), QUAD, QUAD)]
+                    [bits(x) for half in range(2) for x in load(part + (at + half * (WARP * QUAD)), QUAD, QUAD)]
                     for part in (chunk.high, chunk.low)
                 ]
                 steps = []
@@ -296,10 +268,10 @@ class ChunkedRule:
                     high = [upper[one][0], lower[one][0], upper[two][0], lower[two][0]]
                     low = [upper[one][1], lower[one][1], upper[two][1], lower[two][1]]
                     b_high, b_low = ([part[one], part[two]] for part in columns)
-                    product = _mma(high, b_low, zero)
+                    product = mma(high, b_low, zero)
                     if cutlass.const_expr(not self.state_is_tf32):
-                        product = _mma(low, b_high, product)
-                    steps.append(_mma(high, b_high, product))
+                        product = mma(low, b_high, product)
+                    steps.append(mma(high, b_high, product))
                 sums = [add(add(add(*x[:2]), x[2]), x[3]) for x in zip(*steps, strict=True)]
                 if cutlass.const_expr(self.shared_keys):
                     self._store_part(span, tile, row, sums, place, chunk)
@@ -337,8 +309,8 @@ class ChunkedRule:
     def _parts(self, state):
         """(high, low) of each element of the state."""
         if self.state_is_tf32:
-            return [(_bits(x), None) for x in to_float(state)]
-        return [_split_state(x) for x in state]
+            return [(bits(x), None) for x in to_float(state)]
+        return [split_state(x) for x in state]
 
     # ---- 3. the solve
 
@@ -349,15 +321,19 @@ class ChunkedRule:
             self._solve_rows(place, shared, chunk)
 
     def _projected(self, which, chunk: ChunkStore, at):
-        """v - S p (``which`` 0) or S r (1) of the row and token ``at``."""
+        """v - S p (``which`` 0) or S r (1) of the row and token ``at``, from the parts of the spans."""
         stored = (chunk.outputs if which else chunk.values) + at
-        if not self.shared_keys:
-            return stored.load()
         # Added as by a warp that has all spans.
         total, behind = Float32(0.0), self.traits.capacity * self.traits.rows
         for span in range(_SPANS):
             total = add(total, (chunk.partials + ((2 * span + which) * behind + at)).load())
         return total if which else sub(stored.load(), total)
+
+    def _joined(self, which, chunk: ChunkStore, at):
+        """The same, from wherever it is: with few tokens the solve itself adds up the parts."""
+        if self.shared_keys and not self.joins:
+            return self._projected(which, chunk, at)
+        return ((chunk.outputs if which else chunk.values) + at).load()
 
     @cute.jit
     def _solve_rows(self, place: cutlass.Constexpr, shared: cutlass.Constexpr, chunk: cutlass.Constexpr):
@@ -366,7 +342,7 @@ class ChunkedRule:
         row = place.warp % self.row_tiles * _ROWS + place.lane % _ROWS
         sharers = 2 * self.solve_warps
         own = place.warp // self.row_tiles * 2 + place.lane // _ROWS
-        rest = [self._projected(0, chunk, token * rows + row) for token in range(capacity)]
+        rest = [self._joined(0, chunk, token * rows + row) for token in range(capacity)]
         beta = load(shared.beta, capacity, QUAD)
         corrections = []
         for token in cutlass.range_constexpr(capacity):
@@ -380,7 +356,7 @@ class ChunkedRule:
             token = memory.minimum(first + own, Int32(capacity - 1))
             last = min(first + sharers, capacity)
             d = self._row_of(chunk.coefficients + capacity**2, token, last)
-            total = self._projected(1, chunk, token * rows + row)
+            total = self._joined(1, chunk, token * rows + row)
             for i in cutlass.range_constexpr(last):
                 following = fma(d[i], corrections[i], total)
                 # Later tokens are not looked at, not even times zero.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..jit.cache import is_loaded as _is_loaded
 from ..jit.cache import load_kernel
 from ..jit.key import KernelKey
-from .traits import WARP, ChunkedTraits, CommitTraits, Traits, chunked_warp_roles, warp_roles, window_capacity
+from .traits import HEAD_DIM, WARP, ChunkedTraits, CommitTraits, Traits, chunked_warp_roles, warp_roles, window_capacity
 
 if TYPE_CHECKING:
     from ..commit import CommitGeometry
@@ -122,7 +122,7 @@ def _occupancy(traits: Traits, fuse: bool, arch: str) -> Traits:
     fit = available // (traits.shared_bytes(fuse) + (_RESERVED + 512 if chunked else 2 * _RESERVED))
     if fuse and traits.conv_layout == "DS" and traits.capacity > 8:
         fit = 1  # a long window's taps, channel by channel, take more registers than two CTAs would leave
-    most = 768 if chunked and fuse else 512
+    most = 768 if chunked and fuse and traits.rows == HEAD_DIM else 512
     return replace(traits, min_blocks=max(1, min(fit, most // traits.threads)))
 
 

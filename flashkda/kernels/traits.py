@@ -110,7 +110,22 @@ class ChunkedTraits(Traits):
 
     @property
     def rule_threads(self) -> int:
-        return WARP * self.row_tiles * self.column_warps * self.key_warps
+        return WARP * max(self.project_warps, self.couple_warps)
+
+    @property
+    def project_warps(self) -> int:
+        """Warps with a part of the tensor-core product."""
+        return self.row_tiles * self.column_warps * self.key_warps
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether p and r of a token are two warps' work; with more tokens there are enough without."""
+        return self.capacity <= 4
+
+    @property
+    def couple_warps(self) -> int:
+        """Warps that make p and r, a token or half of one each at a time."""
+        return 2 * self.capacity if self.splits_tokens else min(self.capacity, 8 if self.rows < HEAD_DIM else 16)
 
     @property
     def lean(self) -> bool:
@@ -136,7 +151,7 @@ class ChunkedTraits(Traits):
     def key_warps(self) -> int:
         """Warps that share a tile of rows and columns, with different keys: where a CTA has few tiles and an SM to
         itself."""
-        return min(4, 16 // (self.row_tiles * self.column_warps)) if self.rows <= 32 else 1
+        return min(4, 8 // (self.row_tiles * self.column_warps)) if self.rows <= 32 else 1
 
     @property
     def folded(self) -> bool:
@@ -198,6 +213,7 @@ def warp_roles(capacity: int, rows: int, rule_warps: int) -> tuple[int, int]:
 
 
 def chunked_warp_roles(capacity: int, rows: int) -> tuple[int, int]:
-    """The same for the chunked rule: a warp a token, and behind them v, or v by all warps."""
-    value_warps = -(-capacity * rows // QUAD // WARP)
-    return capacity, value_warps if rows <= 32 or (rows == HEAD_DIM and capacity <= 4) else 0
+    """The same for the chunked rule: with many rows a warp a token, and behind them v, or v by all warps."""
+    if rows <= 32:
+        return warp_roles(capacity, rows, 0)
+    return capacity, capacity if rows == HEAD_DIM and capacity <= 4 else 0
