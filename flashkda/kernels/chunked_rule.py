@@ -253,8 +253,8 @@ class ChunkedRule:
         for i in cutlass.range(self.spans, unroll=self.spans if self.shared_keys else 1):
             span = first_span + i
             keys = source + (row * HEAD_DIM + span * _SPAN + place.lane % 4 * _PIECE)
-            upper = self._parts(load(keys, _PIECE, vector))
-            lower = self._parts(load(keys + 8 * HEAD_DIM, _PIECE, vector))
+            upper = self._parts(self._load_piece(keys, place, vector))
+            lower = self._parts(self._load_piece(keys + 8 * HEAD_DIM, place, vector))
             for n in cutlass.range_constexpr(self.tiles):
                 tile = self._tile(place, n)
                 at = (tile * _SPANS + span) * (2 * WARP * QUAD) + place.lane * QUAD
@@ -305,6 +305,16 @@ class ChunkedRule:
                 behind = part + which * (traits.capacity * traits.rows)
                 behind.store(sums[which])
                 (behind + 8).store(sums[2 + which])
+
+    def _load_piece(self, keys, place: Place, vector):
+        """Eight adjacent elements of the state."""
+        if self.state_is_tf32 or not self.traits.bulk_state:
+            return load(keys, _PIECE, vector)
+        # Rows lie whole lines apart: neighbours take the halves in another order, so that they share no banks.
+        odd = (place.lane // 4 & 1) != 0
+        ahead = select(odd, Int32(QUAD), Int32(0))
+        one, two = load(keys + ahead, QUAD, QUAD), load(keys + (QUAD - ahead), QUAD, QUAD)
+        return [select(odd, *pair) for pair in (*zip(two, one, strict=True), *zip(one, two, strict=True))]
 
     def _parts(self, state):
         """(high, low) of each element of the state."""

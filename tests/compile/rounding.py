@@ -25,7 +25,7 @@ PTX_ARITHMETIC = frozenset(
 ) | {"neg.f32", "abs.f32", "cvt.f32.bf16", "cvt.rn.bf16.f32", "cvt.rn.bf16x2.f32"}
 # The approximate instructions that flashkda.kernels.numerics has chosen.
 PTX_APPROXIMATE = frozenset({"ex2.approx.ftz.f32", "rcp.approx.ftz.f32", "rsqrt.approx.ftz.f32"})
-# Products in parts on tensor cores (flashkda.kernels.tf32): the sum of a step cuts off, by a fixed rule of the hardware.
+# Products in parts on tensor cores (flashkda.kernels.tf32), which cut off where they add, always in the same way.
 PTX_TENSOR = frozenset({"cvt.rna.tf32.f32", "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"})
 # First words of what moves, compares or chooses values.
 PTX_MOVES = frozenset({"mov", "ld", "st", "selp", "setp", "shfl"})
