@@ -106,8 +106,7 @@ class VerifyChunked:
                     cute.arch.mbarrier_init(barriers + i, 1)
                 cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
-        if cutlass.const_expr(not traits.lean):
-            self.prologue.prefetch_constants(place, conv_weight, dt_bias)
+        self.prologue.prefetch_constants(place, conv_weight, dt_bias)
         if cutlass.const_expr(traits.pdl):
             memory.wait_for_predecessor()
         # The metadata first: everything else of the request waits for it.

@@ -37,8 +37,8 @@ from .tf32 import bits, mma, number, split, split_state
 from .token import TokenStore
 from .traits import HEAD_DIM, QUAD, WARP, ChunkedTraits
 
-# A tile of the tensor cores: 16 value rows, 8 columns (p and r of four tokens), 8 keys a step.
-_ROWS, _COLUMNS, _STEP = 16, 8, 8
+# A tile of the tensor cores: 16 value rows, 8 columns (p and r of four tokens); a step has 8 keys.
+_ROWS, _COLUMNS = 16, 8
 _TOKENS = _COLUMNS // 2
 # Four lanes share a row; of each 32 keys a lane has eight adjacent ones, two for each of four steps.
 _SPAN = 32

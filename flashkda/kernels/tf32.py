@@ -42,10 +42,12 @@ def split_state(x):
 
 
 def bits(x):
+    """The bits of an fp32 number."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
 def number(bits):
+    """The fp32 number of these bits."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
 

@@ -106,7 +106,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class ChunkedTraits(Traits):
-    """``Traits`` of the chunked rule: two threads solve for a row, whatever ``rows_per_thread`` and ``key_lanes``."""
+    """``Traits`` of the chunked rule, which has no use for ``rows_per_thread`` and ``key_lanes``."""
 
     @property
     def rule_threads(self) -> int:
