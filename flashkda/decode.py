@@ -21,6 +21,8 @@ class DecodePlan(Plan):
 
     op: ClassVar[str] = "decode"
     verb: ClassVar[str] = "decodes"
+    # One token is no chunk: to decode in another mode would buy nothing.
+    modes: ClassVar[tuple[str, ...]] = ("exact",)
 
     @classmethod
     def in_flight(cls, geometry: VerifyGeometry) -> VerifyGeometry:

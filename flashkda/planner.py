@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from flashkda.ops.binding import NormBinding, RecordBinding, ShortConvBinding, VerifyBinding
 
-# "exact" is the token by token rule of docs/math.md; it keeps every promise.
-NUMERICS = ("exact",)
+# Both are in docs/math.md. "exact", the rule token by token, keeps every promise; "chunked", the window at once on
+# tensor cores, is not lossless. Nothing chooses a mode but the caller.
+NUMERICS = ("exact", "chunked")
 
 _HEAD_ROWS = 128
 _MOST_CLUSTER = 8  # the largest cluster that every architecture with clusters launches
@@ -105,13 +106,21 @@ TILE_RULES: tuple[TileRule, ...] = (
     TileRule(MAX_WINDOW, None, Tile(_HEAD_ROWS, 4, 8)),
 )
 
+# The same for the chunked mode, whose kernels look at a tile's rows alone.
+CHUNKED_TILE_RULES: tuple[TileRule, ...] = (
+    TileRule(MAX_WINDOW, 16, Tile(16, 2, 16)),
+    TileRule(MAX_WINDOW, 33, Tile(32, 2, 16)),
+    TileRule(MAX_WINDOW, None, Tile(128, 4, 8)),
+)
+
 # All the tiles that the planner may pick.
 TILES: tuple[Tile, ...] = tuple(dict.fromkeys(rule.tile for rule in TILE_RULES))
+CHUNKED_TILES: tuple[Tile, ...] = tuple(dict.fromkeys(rule.tile for rule in CHUNKED_TILE_RULES))
 
 
-def persistent_reasons(geometry: VerifyGeometry, arch: str) -> tuple[Reason, ...]:
+def persistent_reasons(geometry: VerifyGeometry, arch: str, numerics: str = "exact") -> tuple[Reason, ...]:
     """Why a persistent tile cannot be built: it copies whole rows and states of 16-byte alignment to shared memory, of
-    which two CTAs of an SM need 220 KiB."""
+    which two CTAs of an SM need 220 KiB; and it is exact."""
     known = ARCHITECTURES.get(arch)
     found = []
     if known is None or not known.large_shared_memory:
@@ -121,23 +130,25 @@ def persistent_reasons(geometry: VerifyGeometry, arch: str) -> tuple[Reason, ...
         found.append(Reason("geometry.alignment", "alignment", str(geometry.alignment), "16"))
     if geometry.conv_layout != "SD":
         found.append(Reason("geometry.conv_layout", "conv_layout", geometry.conv_layout, "SD"))
+    if numerics != "exact":
+        found.append(Reason("plan.numerics", "numerics", numerics, "exact"))
     return tuple(found)
 
 
-def tile_fits(tile: Tile, geometry: VerifyGeometry, arch: str) -> bool:
+def tile_fits(tile: Tile, geometry: VerifyGeometry, arch: str, numerics: str = "exact") -> bool:
     """Whether the fused kernels can be built with this tile."""
-    return not (tile.persistent and persistent_reasons(geometry, arch))
+    return not (tile.persistent and persistent_reasons(geometry, arch, numerics))
 
 
-def choose_tile(geometry: VerifyGeometry, max_requests: int, arch: str) -> Tile:
+def choose_tile(geometry: VerifyGeometry, max_requests: int, arch: str, numerics: str = "exact") -> Tile:
     """The tile for up to max_requests requests. It changes the speed only: bits do not depend on it."""
     load = max_requests * geometry.heads
     fits = (
         rule.tile
-        for rule in TILE_RULES
+        for rule in (CHUNKED_TILE_RULES if numerics == "chunked" else TILE_RULES)
         if geometry.window <= rule.window
         and (rule.load is None or load <= rule.load)
-        and tile_fits(rule.tile, geometry, arch)
+        and tile_fits(rule.tile, geometry, arch, numerics)
     )
     return next(fits)  # the last rule takes everything
 
@@ -161,11 +172,16 @@ class Plan:
 
     op: ClassVar[str] = "verify"
     verb: ClassVar[str] = "verifies"
+    modes: ClassVar[tuple[str, ...]] = NUMERICS
 
     @classmethod
     def in_flight(cls, geometry: VerifyGeometry) -> VerifyGeometry:
         """The geometry of what one call computes, for the choice of a tile."""
         return geometry
+
+    def kernel(self, kind: str) -> str:
+        """The name of a kernel with the rule ("record", "fused_verify") in this plan's numerics."""
+        return kind if self.numerics == "exact" else f"{kind}_{self.numerics}"
 
     def _computation(self) -> dict[str, Any]:
         # Not the reasons: they tell how the choice came about, not what is computed.
@@ -266,7 +282,14 @@ def plan_verify(
                    names, else the fastest path that is supported; on a CPU device the reference
     device, arch   plan for a torch device (default: the current one), or for a named architecture
     strict         raise UnsupportedError where a FallbackWarning would be given
-    numerics       "exact" is the only mode
+    numerics       the mode of the rule's rounding; it never follows from the batch, nor from "auto".
+                   "exact": the rule token by token, with every promise of docs/math.md.
+                   "chunked": the window at once, S0 [p|r] on tensor cores; faster where requests and tokens are many.
+                   Gives up one promise, losslessness: verify and commit do not give the bits of decoding token by
+                   token. u and o differ from the exact mode's in the last bits (of a row's largest magnitude about
+                   1e-6, so that of out's bf16 values about one in a thousand is the neighbouring one), the state that a
+                   commit folds from u by as little. Fused = decomposed, batch, prefix and rank invariance hold within
+                   the mode, to the bit, and any gate is safe.
     tile           in place of the planner's choice, to tune; the reference has none
 
     A path that is refused falls back to the next slower one, with a FallbackWarning once per geometry. Raises
@@ -288,7 +311,7 @@ def make_plan(
     tile: Tile | None,
 ) -> P:
     """A plan of this kind: what plan_verify and plan_decode share."""
-    _check_arguments(geometry, max_requests, path, numerics, tile)
+    _check_arguments(kind, geometry, max_requests, path, numerics, tile)
     arch = target(device, arch)
     asked = path if path != "auto" else config.verify_path() or "auto"
     capability = query(geometry, arch)
@@ -303,14 +326,14 @@ def make_plan(
     if chosen == "reference":
         tile = None
     elif tile is None:
-        tile = choose_tile(kind.in_flight(geometry), max_requests, arch)
-    elif not tile_fits(tile, geometry, arch):
-        unfit = persistent_reasons(geometry, arch)
+        tile = choose_tile(kind.in_flight(geometry), max_requests, arch, numerics)
+    elif not tile_fits(tile, geometry, arch, numerics):
+        unfit = persistent_reasons(geometry, arch, numerics)
         raise GeometryError.of([Problem("tile", f"one that is not persistent, since {r}", str(tile)) for r in unfit])
     return kind(geometry, max_requests, arch, chosen, tile, numerics, reasons, kernels_version())
 
 
-def _check_arguments(geometry: Any, max_requests: Any, path: Any, numerics: Any, tile: Any) -> None:
+def _check_arguments(kind: type[Plan], geometry: Any, max_requests: Any, path: Any, numerics: Any, tile: Any) -> None:
     problems: list[Problem] = []
     if not isinstance(geometry, VerifyGeometry):
         problems.append(Problem("geometry", "a VerifyGeometry", type(geometry).__name__))
@@ -318,8 +341,8 @@ def _check_arguments(geometry: Any, max_requests: Any, path: Any, numerics: Any,
         problems.append(Problem("max_requests", "an int >= 1", repr(max_requests)))
     if path not in ("auto", *PATHS):
         problems.append(Problem("path", f"auto, {', '.join(PATHS)}", repr(path)))
-    if numerics not in NUMERICS:
-        problems.append(Problem("numerics", f"one of {', '.join(NUMERICS)}", repr(numerics)))
+    if numerics not in kind.modes:
+        problems.append(Problem("numerics", f"one of {', '.join(kind.modes)}", repr(numerics)))
     if tile is not None and not isinstance(tile, Tile):
         problems.append(Problem("tile", "a Tile or None", type(tile).__name__))
     if problems:
@@ -393,7 +416,7 @@ def _parse(kind: type[P], text: str) -> tuple[P, str]:
             reasons=tuple(Reason(**reason) for reason in values["reasons"]),
             kernels_version=values["kernels_version"],
         )
-        _check_arguments(plan.geometry, plan.max_requests, plan.path, plan.numerics, plan.tile)
+        _check_arguments(kind, plan.geometry, plan.max_requests, plan.path, plan.numerics, plan.tile)
         return plan, str(values["fingerprint"])
     except KeyError as error:
         raise PlanMismatchError(f"the stored plan cannot be read: it has no {error}") from error

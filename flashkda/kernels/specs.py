@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a geometry and a tile to a compiled kernel: its cache key, its compile recipe, and the loaded callable.
 
-Kernels are named ``short_conv``, ``record``, ``gated_rms_norm`` and ``fused_verify``. The DSL is imported only when one
-is compiled. A key carries what changes the code and no more: neither heads nor strides nor pool sizes, and the window
-rounded up to a power of two.
+Kernels are named ``short_conv``, ``record``, ``gated_rms_norm`` and ``fused_verify``; ``record_chunked`` and
+``fused_verify_chunked`` are those of that numerics mode. The DSL is imported only when one is compiled. A key carries
+what changes the code and no more: neither heads nor strides nor pool sizes, and the window rounded up to a power of
+two.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..jit.cache import is_loaded as _is_loaded
 from ..jit.cache import load_kernel
 from ..jit.key import KernelKey
-from .traits import WARP, CommitTraits, Traits, warp_roles, window_capacity
+from .traits import HEAD_DIM, WARP, ChunkedTraits, CommitTraits, Traits, chunked_warp_roles, warp_roles, window_capacity
 
 if TYPE_CHECKING:
     from ..commit import CommitGeometry
@@ -25,14 +26,23 @@ if TYPE_CHECKING:
 # The driver takes 1 KiB of shared memory a CTA; alignment and some words of the kernel's own stay below another.
 _RESERVED = 1024
 
-KINDS = ("short_conv", "record", "gated_rms_norm", "fused_verify", "fused_decode", "decode_rule")
-_FUSED = ("fused_verify", "fused_decode")
+KINDS = (
+    "short_conv", "record", "gated_rms_norm", "fused_verify", "fused_decode", "decode_rule", "record_chunked",
+    "fused_verify_chunked",
+)  # fmt: skip
+_FUSED = ("fused_verify", "fused_decode", "fused_verify_chunked")
+_CHUNKED = ("record_chunked", "fused_verify_chunked")
 _DECODE = ("fused_decode", "decode_rule")
 
 #: Traits that each kernel's code does not depend on are left at their defaults, so that geometries share kernels.
 _IGNORED = {
     "fused_verify": (),
     "record": ("conv_layout", "conv_weight_dtype", "norm_weight_dtype", "norm", "has_num_accepted", "norm_eps"),
+    "fused_verify_chunked": ("rows_per_thread", "key_lanes"),
+    "record_chunked": (
+        "conv_layout", "conv_weight_dtype", "norm_weight_dtype", "norm", "has_num_accepted", "norm_eps",
+        "rows_per_thread", "key_lanes",
+    ),
     "fused_decode": ("records",),
     "decode_rule": (
         "conv_layout", "conv_weight_dtype", "norm_weight_dtype", "norm", "has_num_accepted", "norm_eps", "records",
@@ -57,8 +67,13 @@ def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Tra
         tile = replace(tile, rows_per_thread=4, persistent=False)
     hopper_or_newer = arch not in ("sm_80", "sm_86", "sm_89")
     capacity = 1 if kind in _DECODE else window_capacity(geometry.window)
+    chunked = kind in _CHUNKED
     rule_warps = tile.rows // tile.rows_per_thread * tile.key_lanes // WARP
-    token_warps, value_warps = (4, 0) if tile.persistent else warp_roles(capacity, tile.rows, rule_warps)
+    token_warps, value_warps = warp_roles(capacity, tile.rows, rule_warps)
+    if tile.persistent:
+        token_warps, value_warps = tile.threads // WARP, 0
+    if chunked:
+        token_warps, value_warps = chunked_warp_roles(capacity, tile.rows)
     everything: dict[str, Any] = {
         "capacity": capacity,
         "state_dtype": geometry.state_dtype,
@@ -88,7 +103,7 @@ def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Tra
     ignored = {name: Traits.__dataclass_fields__[name].default for name in _IGNORED[kind] if name != "capacity"}
     if "capacity" in _IGNORED[kind]:
         ignored["capacity"] = 1
-    traits = Traits(**(everything | ignored))
+    traits = (ChunkedTraits if chunked else Traits)(**(everything | ignored))
     return traits if kind in ("short_conv", "gated_rms_norm") else _occupancy(traits, kind in _FUSED, arch)
 
 
@@ -104,13 +119,17 @@ def _padding(rows: int, arch: str) -> int:
 
 def _occupancy(traits: Traits, fuse: bool, arch: str) -> Traits:
     """Drops the staging of the state where it does not fit, and says how many CTAs share an SM (up to two of 256
-    threads): the compiler then keeps to the registers that this leaves."""
+    threads, three where none holds the state in registers): the compiler then keeps to the registers that this leaves.
+    """
     available = _shared_memory(arch)
-    most = 2 if traits.persistent else 512 // traits.threads
+    chunked = isinstance(traits, ChunkedTraits)
+    most = (768 if chunked and fuse and traits.rows == HEAD_DIM else 512) // traits.threads
+    if traits.persistent:
+        most = 2
     wanted = most if traits.persistent else 1
     if wanted * (traits.shared_bytes(fuse) + 2 * _RESERVED) > available:
         traits = replace(traits, bulk_state=False)
-    fit = available // (traits.shared_bytes(fuse) + 2 * _RESERVED)
+    fit = available // (traits.shared_bytes(fuse) + (_RESERVED + 512 if chunked else 2 * _RESERVED))
     if fuse and traits.conv_layout == "DS" and traits.capacity > 8:
         fit = 1  # a long window's taps, channel by channel, take more registers than two CTAs would leave
     return replace(traits, min_blocks=max(1, min(fit, most)))
@@ -174,6 +193,7 @@ def is_commit_loaded(geometry: CommitGeometry, arch: str) -> bool:
 def _recipe(kind: str, traits: Traits | CommitTraits) -> tuple[Any, tuple[Any, ...]]:
     from cutlass.cute.runtime import make_fake_stream
 
+    from .chunked import FusedVerifyChunked, RecordChunked
     from .commit import Commit
     from .fakes import fake_tensors
     from .gated_rms_norm import GatedRmsNorm
@@ -186,6 +206,8 @@ def _recipe(kind: str, traits: Traits | CommitTraits) -> tuple[Any, tuple[Any, .
         "record": Record,
         "gated_rms_norm": GatedRmsNorm,
         "fused_verify": FusedVerify,
+        "record_chunked": RecordChunked,
+        "fused_verify_chunked": FusedVerifyChunked,
         "fused_decode": FusedDecode,
         "decode_rule": DecodeRule,
         "persistent_verify": PersistentVerify,

@@ -121,6 +121,76 @@ class Traits:
 
 
 @dataclass(frozen=True)
+class ChunkedTraits(Traits):
+    """``Traits`` of the chunked rule, which has no use for ``rows_per_thread`` and ``key_lanes``."""
+
+    @property
+    def rule_threads(self) -> int:
+        return WARP * max(self.project_warps, self.couple_warps)
+
+    @property
+    def project_warps(self) -> int:
+        """Warps with a part of the tensor-core product."""
+        return self.row_tiles * self.column_warps * self.key_warps
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether p and r of a token are two warps' work; with more tokens there are enough without."""
+        return self.capacity <= 4
+
+    @property
+    def couple_warps(self) -> int:
+        """Warps that make p and r, a token or half of one each at a time."""
+        return 2 * self.capacity if self.splits_tokens else min(self.capacity, 8 if self.rows < HEAD_DIM else 16)
+
+    @property
+    def lean(self) -> bool:
+        """False: the state is never held in registers."""
+        return False
+
+    @property
+    def row_tiles(self) -> int:
+        """Tensor-core tiles of the CTA's rows."""
+        return self.rows // 16
+
+    @property
+    def column_tiles(self) -> int:
+        """Tensor-core tiles of p and r, four tokens each."""
+        return -(-self.capacity // 4)
+
+    @property
+    def column_warps(self) -> int:
+        """Warps that share a row tile, with different columns of it."""
+        return min(self.column_tiles, max(8, self.capacity) // self.row_tiles)
+
+    @property
+    def key_warps(self) -> int:
+        """Warps that share a tile of rows and columns, with different keys: where a CTA has few tiles and an SM to
+        itself."""
+        return min(4, 8 // (self.row_tiles * self.column_warps)) if self.rows <= 32 else 1
+
+    @property
+    def folded(self) -> bool:
+        """Whether [p|r] takes the place of what it is made from: for many requests, where shared memory decides how
+        many CTAs share an SM; it costs two barriers."""
+        return self.rows == HEAD_DIM
+
+    @property
+    def result_blocks(self) -> tuple[int, int]:
+        """o, and behind it u in place of v."""
+        return 1, 0
+
+    def shared_bytes(self, fuse: bool) -> int:
+        block = self.capacity * self.rows
+        words = 2 * self.column_tiles * 8 * HEAD_DIM + 2 * self.capacity**2 + self.capacity * (2 + self.cluster) + block
+        if not self.folded:
+            words += 3 * HEAD_DIM * self.capacity + block * (1 + (fuse and self.norm))
+            words += 8 * block if self.key_warps > 1 else 0
+        state = self.rows * HEAD_DIM * (4 if self.state_dtype == "float32" else 2)
+        return self.padding + 4 * words + state * self.bulk_state
+
+
+@dataclass(frozen=True)
 class CommitTraits:
     """Compile-time constants of the commit kernel; names as in ``Traits`` and ``CommitGeometry``."""
 
@@ -156,3 +226,10 @@ def warp_roles(capacity: int, rows: int, rule_warps: int) -> tuple[int, int]:
     if rule_warps >= 2 * capacity:
         return capacity, min(rule_warps - capacity, -(-value_items // WARP))
     return min(capacity, rule_warps), 0
+
+
+def chunked_warp_roles(capacity: int, rows: int) -> tuple[int, int]:
+    """The same for the chunked rule: with many rows a warp a token, and behind them v, or v by all warps."""
+    if rows <= 32:
+        return warp_roles(capacity, rows, 0)
+    return capacity, capacity if rows == HEAD_DIM and capacity <= 4 else 0

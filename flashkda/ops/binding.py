@@ -43,8 +43,8 @@ class VerifyBinding(Binding):
     def kinds(cls, plan: Plan) -> tuple[str, ...]:
         """One kernel; on the decomposed path three, two without a norm."""
         if plan.path == "decomposed":
-            return ("short_conv", "record", "gated_rms_norm") if plan.geometry.norm else ("short_conv", "record")
-        return ("fused_verify",)
+            return ("short_conv", *RecordBinding.kinds(plan))
+        return (plan.kernel("fused_verify"),)
 
 
 class ShortConvBinding(Binding):
@@ -76,7 +76,7 @@ class RecordBinding(Binding):
     @classmethod
     def kinds(cls, plan: Plan) -> tuple[str, ...]:
         """Two kernels, one without a norm."""
-        return ("record", "gated_rms_norm") if plan.geometry.norm else ("record",)
+        return (*RuleBinding.kinds(plan), "gated_rms_norm") if plan.geometry.norm else RuleBinding.kinds(plan)
 
 
 class RuleBinding(Binding):
@@ -88,7 +88,7 @@ class RuleBinding(Binding):
     @classmethod
     def kinds(cls, plan: Plan) -> tuple[str, ...]:
         """The one kernel."""
-        return ("record",)
+        return (plan.kernel("record"),)
 
 
 class NormBinding(Binding):

@@ -11,7 +11,7 @@ import torch
 
 from flashkda import config
 from flashkda.errors import NotPreparedError, StaleBindingError, TensorError
-from flashkda.ops import checks, decode_reference, reference
+from flashkda.ops import checks, chunked_reference, decode_reference, reference
 from flashkda.ops.validate import KERNELS, REQUESTS, ROWS, SPECS, Sizes, is_used, leading_size, validate, validate_step
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ _REFERENCE: dict[str, Callable[..., None]] = {
     "record": reference.record,
     "gated_rms_norm": reference.gated_rms_norm,
     "fused_verify": reference.verify,
+    "record_chunked": functools.partial(reference.record, window_rule=chunked_reference.chunk),
+    "fused_verify_chunked": functools.partial(reference.verify, window_rule=chunked_reference.chunk),
     "decode_rule": decode_reference.decode_rule,
     "fused_decode": decode_reference.decode,
 }

@@ -155,6 +155,22 @@ def delta_rule(
     return state, correction, read_state(state, query)
 
 
+# state [H, V, K]; query, key [L, H, K]; value [L, H, V]; decays [L, H, K]; beta [L, H] -> u and o, both [L, H, V].
+WindowRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def token_by_token(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decays: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``delta_rule`` over a window, a ``WindowRule``: the exact mode."""
+    corrections, outputs = [], []
+    for token in zip(query, key, value, decays, beta, strict=True):
+        state, correction, output = delta_rule(state, *token)
+        corrections.append(correction)
+        outputs.append(output)
+    return torch.stack(corrections), torch.stack(outputs)
+
+
 def gated_norm(o: Tensor, output_gate: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of each head of ``o`` [..., D], times ``norm_weight`` [D] and sigmoid(``output_gate``). Returns bf16."""
     o = o.float()
@@ -247,6 +263,7 @@ def record(
     o: Tensor,
     corrections: Tensor,
     key_gate: Tensor,
+    window_rule: WindowRule = token_by_token,
 ) -> None:
     """Run the gated delta rule over each window from its committed state, and record what a commit needs.
 
@@ -254,6 +271,7 @@ def record(
     ``state`` [slots, H, V, K] fp32 or bf16, and the metadata. Mutates ``o`` [M, H, V] bf16 (every row: zero where no
     request takes part) and, for a request's tokens alone, ``corrections`` [R, H, T, V] fp32 and ``key_gate``
     [R, H, T, 2K] bf16, in the row that ``geometry.records`` says. A record row outside them is not written.
+    ``window_rule`` is the numerics mode's.
     """
     live = live_requests(geometry, query_start_loc, state_indices, rows=qkv.shape[0], slots=state.shape[0])
     indices = None if record_indices is None else record_indices.tolist()
@@ -266,18 +284,12 @@ def record(
         decays = decay(gate, A_log, dt_bias, gate=geometry.gate, lower_bound=geometry.lower_bound)
         beta = sigmoid(raw_beta[request.rows])
 
-        running = state[request.slot].float()
-        recorded = []
-        for token in range(request.length):
-            running, correction, output = delta_rule(
-                running, query_hat[token], key_hat[token], value[token].float(), decays[token], beta[token]
-            )
-            o[request.rows.start + token] = output
-            recorded.append(correction)
-
+        recorded, o[request.rows] = window_rule(
+            state[request.slot].float(), query_hat, key_hat, value.float(), decays, beta
+        )
         row = indices[request.n] if indices is not None else _record_row(geometry, request)
         if 0 <= row < corrections.shape[0]:
-            corrections[row, :, : request.length] = torch.stack(recorded, dim=1)
+            corrections[row, :, : request.length] = recorded.transpose(0, 1)
             key_gate[row, :, : request.length, :key_dim] = key.transpose(0, 1)
             key_gate[row, :, : request.length, key_dim:] = gate.transpose(0, 1)
 
@@ -326,12 +338,15 @@ def verify(
     out: Tensor,
     corrections: Tensor,
     key_gate: Tensor,
+    window_rule: WindowRule = token_by_token,
 ) -> None:
     """``short_conv``, ``record`` and ``gated_rms_norm`` in a row; without ``geometry.norm``, o itself is ``out``.
 
     Mutates ``out``, ``corrections``, ``key_gate`` and ``conv_state``. ``state`` keeps its bits.
     """
-    rule = partial(record, record_indices=record_indices, corrections=corrections, key_gate=key_gate)
+    rule = partial(
+        record, record_indices=record_indices, corrections=corrections, key_gate=key_gate, window_rule=window_rule
+    )
     in_a_row(
         geometry,
         rule,

@@ -97,6 +97,8 @@ KERNELS: dict[str, KernelArguments] = {
     ),
 }
 
+KERNELS |= {f"{kind}_chunked": KERNELS[kind] for kind in ("record", "fused_verify")}
+
 # What may be given anew at each run, by the size that may then be smaller than at bind.
 ROWS = ("mixed_qkv", "qkv", "raw_gate", "raw_beta", "o", "output_gate", "out")
 REQUESTS = ("state_indices", "num_accepted", "record_indices", "query_start_loc")

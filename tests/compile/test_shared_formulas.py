@@ -38,6 +38,7 @@ BASE = VerifyGeometry(heads=12, window=4)
 # All at once, what a kernel's code does not depend on.
 IRRELEVANT = {
     "fused_verify": {},
+    "fused_verify_chunked": {},
     "fused_decode": {"records": "indices"},
     "decode_rule": {
         "conv_layout": "DS", "conv_weight_dtype": "bfloat16", "norm_weight_dtype": "bfloat16", "norm": False,
@@ -56,10 +57,13 @@ IRRELEVANT = {
         "conv_weight_dtype": "bfloat16", "has_num_accepted": True, "records": "request",
     },
 }  # fmt: skip
+IRRELEVANT["record_chunked"] = IRRELEVANT["record"]
 
 # One at a time, some of what it does depend on (all of it: tests/unit/test_kernel_specs.py).
 RELEVANT = {
     "fused_verify": ({"norm": False},),
+    "fused_verify_chunked": ({"norm": False}, {"state_dtype": "bfloat16"}),
+    "record_chunked": ({"window": 8}, {"state_dtype": "bfloat16"}, {"records": "request"}),
     "fused_decode": ({"norm": False}, {"has_num_accepted": True}),
     "decode_rule": ({"state_dtype": "bfloat16"},),
     "record": (
@@ -95,7 +99,7 @@ def test_geometries_that_share_a_key_share_the_code(kind, examiner):
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_that_change_the_code_change_the_key(kind, examiner):
     specs = [spec(kind), *(spec(kind, BASE.replace(**change)) for change in RELEVANT[kind])]
-    if kind == "record":
+    if kind in ("record", "record_chunked"):
         specs.append(spec(kind, tile=TILES[-1]))
     for one in specs:
         examiner.submit(one)
@@ -107,6 +111,7 @@ def test_one_launch_computes_with_what_the_three_compute_with(examiner):
     """The same operations, none besides: an exp of another kind in one of them would be another formula."""
     used = {kind: examiner.facts(spec(kind)).ir_operations.keys() & (IR_ARITHMETIC | IR_APPROXIMATE) for kind in KINDS}
     assert used["fused_verify"] == used["short_conv"] | used["record"] | used["gated_rms_norm"]
+    assert used["fused_verify_chunked"] == used["short_conv"] | used["record_chunked"] | used["gated_rms_norm"]
     assert used["fused_decode"] == used["fused_verify"] and used["decode_rule"] == used["record"]
     for kind in FUSED_KINDS:
         persistent = examiner.facts(spec(kind, tile=PERSISTENT)).ir_operations.keys()

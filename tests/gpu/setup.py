@@ -53,12 +53,13 @@ class Setup:
     """Where the checks run. "whole" is the fused path and "parts" the three launches.
 
     reference: the torch reference stands in for the kernels: its `verify` as the whole, its bindings of the parts as
-    the parts. small: few and small cases, to try the checks themselves.
+    the parts. small: few and small cases, to try the checks themselves. numerics: of every plan.
     """
 
     device: str = "cuda"
     reference: bool = False
     small: bool = False
+    numerics: str = "exact"
 
     @property
     def cuda(self) -> bool:
@@ -79,7 +80,9 @@ class Setup:
     def _plan(self, path: str, geometry: VerifyGeometry, requests: int, tile: Tile | None) -> Plan:
         path = "reference" if self.reference else path
         tile = None if self.reference else tile
-        return plan_verify(geometry, max(requests, 1), path=path, device=self.device, tile=tile, strict=True)
+        return plan_verify(
+            geometry, max(requests, 1), path=path, device=self.device, tile=tile, strict=True, numerics=self.numerics
+        )
 
     def run_whole(self, case: Case, tile: Tile | None = None, **options: Any) -> None:
         """Verify the case in place, in one launch."""

@@ -146,7 +146,7 @@ def test_auto_without_the_toolchain(no_toolchain):
 
 def test_bad_arguments_all_at_once():
     with pytest.raises(GeometryError) as caught:
-        plan_verify("k3", 0, path="fastest", numerics="chunked", tile=(16, 2, 16))
+        plan_verify("k3", 0, path="fastest", numerics="fastest", tile=(16, 2, 16))
     names = [problem.argument for problem in caught.value.problems]
     assert names == ["geometry", "max_requests", "path", "numerics", "tile"]
 
@@ -287,7 +287,7 @@ CHANGES = {
     "arch": "sm_100a",
     "path": "decomposed",
     "tile": Tile(128, 2, 16),
-    "numerics": "other",
+    "numerics": "chunked",
     "kernels_version": "0" * 64,
 }
 
@@ -353,7 +353,7 @@ def test_edited_json_is_refused(changes):
                 {"tile": {"rows": 16}},
                 {"tile": 4},
                 {"path": "fastest"},
-                {"numerics": "chunked"},
+                {"numerics": "fastest"},
                 {"max_requests": "8"},
                 {"reasons": [{"code": "a"}]},
                 {"reasons": 3},
