@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flashkda.ops.binding import VerifyBinding, VerifyLayer
     from flashkda.ops.custom_ops import register as register_ops
     from flashkda.records import memory_report, records_spec
+    from flashkda.round import RoundPlan, plan_round
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "FallbackWarning",
     "FlashKDAError",
     "Plan",
+    "RoundPlan",
     "VerifyBinding",
     "VerifyGeometry",
     "VerifyLayer",
@@ -37,6 +39,7 @@ __all__ = [
     "memory_report",
     "plan_commit",
     "plan_decode",
+    "plan_round",
     "plan_verify",
     "preset",
     "query",
@@ -49,11 +52,13 @@ _LAZY = {
     "CommitGeometry": ("flashkda.commit", "CommitGeometry"),
     "CommitPlan": ("flashkda.commit", "CommitPlan"),
     "DecodePlan": ("flashkda.decode", "DecodePlan"),
+    "RoundPlan": ("flashkda.round", "RoundPlan"),
     "VerifyBinding": ("flashkda.ops.binding", "VerifyBinding"),
     "VerifyLayer": ("flashkda.ops.binding", "VerifyLayer"),
     "memory_report": ("flashkda.records", "memory_report"),
     "plan_commit": ("flashkda.commit", "plan_commit"),
     "plan_decode": ("flashkda.decode", "plan_decode"),
+    "plan_round": ("flashkda.round", "plan_round"),
     "records_spec": ("flashkda.records", "records_spec"),
     "register_ops": ("flashkda.ops.custom_ops", "register"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
@@ -140,12 +140,24 @@ def tile_fits(tile: Tile, geometry: VerifyGeometry, arch: str, numerics: str = "
     return not (tile.persistent and persistent_reasons(geometry, arch, numerics))
 
 
-def choose_tile(geometry: VerifyGeometry, max_requests: int, arch: str, numerics: str = "exact") -> Tile:
-    """The tile for up to max_requests requests. It changes the speed only: bits do not depend on it."""
+def verify_rules(numerics: str) -> tuple[TileRule, ...]:
+    """The rules of a verify in this mode."""
+    return CHUNKED_TILE_RULES if numerics == "chunked" else TILE_RULES
+
+
+def choose_tile(
+    geometry: VerifyGeometry,
+    max_requests: int,
+    arch: str,
+    numerics: str = "exact",
+    rules: Sequence[TileRule] | None = None,
+) -> Tile:
+    """The tile for up to max_requests requests, by the verify's rules or others. It changes the speed only: bits do not
+    depend on it."""
     load = max_requests * geometry.heads
     fits = (
         rule.tile
-        for rule in (CHUNKED_TILE_RULES if numerics == "chunked" else TILE_RULES)
+        for rule in rules or verify_rules(numerics)
         if geometry.window <= rule.window
         and (rule.load is None or load <= rule.load)
         and tile_fits(rule.tile, geometry, arch, numerics)
@@ -182,6 +194,11 @@ class Plan:
     def kernel(self, kind: str) -> str:
         """The name of a kernel with the rule ("record", "fused_verify") in this plan's numerics."""
         return kind if self.numerics == "exact" else f"{kind}_{self.numerics}"
+
+    @classmethod
+    def tile_rules(cls, numerics: str) -> tuple[TileRule, ...]:
+        """The rules that a tile is chosen by."""
+        return verify_rules(numerics)
 
     def _computation(self) -> dict[str, Any]:
         # Not the reasons: they tell how the choice came about, not what is computed.
@@ -326,7 +343,8 @@ def make_plan(
     if chosen == "reference":
         tile = None
     elif tile is None:
-        tile = choose_tile(kind.in_flight(geometry), max_requests, arch, numerics)
+        rules = kind.tile_rules(numerics)
+        tile = choose_tile(kind.in_flight(geometry), max_requests, arch, numerics, rules)
     elif not tile_fits(tile, geometry, arch, numerics):
         unfit = persistent_reasons(geometry, arch, numerics)
         raise GeometryError.of([Problem("tile", f"one that is not persistent, since {r}", str(tile)) for r in unfit])

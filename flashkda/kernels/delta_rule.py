@@ -153,12 +153,16 @@ class DeltaRule:
         self.update(state, key, self._of_all_rows(u))
         return u, fma(u, key_dot_query, output)
 
-    def fold(self, state, key, decay, corrections):
-        """S <- S * decay + u k^T: one recorded token, with the same roundings as ``step``."""
-        for row in range(self.rows):
-            for i in range(self.keys):
-                at = row * self.keys + i
-                state[at] = fma(corrections[row], key[i], mul(state[at], decay[i]))
+    def fold(self, state, key, decay, token, key_lane, corrections):
+        """S <- S * decay + u k^T: one recorded token, with the roundings of ``step``. ``key`` and ``decay`` are
+        [capacity, 128] in shared memory, ``corrections`` one u a row."""
+        for chunk in range(self.chunks):
+            place = token * HEAD_DIM + self.key_offset(key_lane, chunk)
+            keys, decays = load(key + place, 4, 4), load(decay + place, 4, 4)
+            for row in range(self.rows):
+                for i in range(4):
+                    at = row * self.keys + chunk * 4 + i
+                    state[at] = fma(corrections[row], keys[i], mul(state[at], decays[i]))
 
     def step(self, state, operands, shared, token, following, value, key_lane):
         """One token; a tile that reads ahead has its operands at hand and loads those of token ``following``.

@@ -47,6 +47,7 @@ _ARGUMENTS = {
         "dst_indices", "record_indices", "boundary_length", "boundary_indices",
     ),
 }  # fmt: skip
+_ARGUMENTS["fused_round"] = _ARGUMENTS["fused_verify"]
 _ARGUMENTS |= {f"{kind}_chunked": _ARGUMENTS[kind] for kind in ("record", "fused_verify")}
 
 

@@ -75,9 +75,7 @@ class RuleStage:
         """The accepted tokens of the window before, from its records."""
         for token in cutlass.range(cute.arch.make_warp_uniform(count), unroll=1):
             u = load(prepared.folded_u + (token * HEAD_DIM + row), self.rule.rows, QUAD)
-            key = self.rule.load_keys(prepared.folded_key, token, key_lane)
-            decay = self.rule.load_keys(prepared.folded_decay, token, key_lane)
-            self.rule.fold(fragment, key, decay, u)
+            self.rule.fold(fragment, prepared.folded_key, prepared.folded_decay, token, key_lane, u)
 
     @cute.jit
     def finish(

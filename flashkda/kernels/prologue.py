@@ -17,9 +17,9 @@ from cutlass import BFloat16, Float32, Int64
 
 from . import conv, gate, memory
 from .memory import at, copy_in, load, store, to_float
-from .numerics import exp, select
+from .numerics import exp, mul, select
 from .place import Place
-from .token import TokenStore, prepare_token
+from .token import TokenStore, key_scale, prepare_token
 from .traits import HEAD_DIM, QUAD, TAPS, WARP, Traits
 from .window import Window
 
@@ -41,6 +41,24 @@ class Inputs(NamedTuple):
     beta: cute.Tensor
 
 
+class Folded(NamedTuple):
+    """Shared memory of the tokens to fold first: ``key`` and ``decay`` [capacity, 128], ``u`` [capacity, rows]."""
+
+    key: object
+    decay: object
+    u: object
+
+
+class Records(NamedTuple):
+    """Fragments of what the window before has recorded, and of what this one will: per pass k and the raw gate [4] of
+    the token warp, u [4] of the value quads, and the keys of this window."""
+
+    key: list
+    gate: list
+    u: list
+    own_key: list
+
+
 class Prologue:
     """``fuse`` is whether conv is part of the launch; without it mixed_qkv holds the conv's result.
 
@@ -55,6 +73,7 @@ class Prologue:
         self.roles = traits.value_warps > 0
         self.token_passes = -(-traits.capacity // traits.token_warps)
         self.value_passes = -(-traits.capacity * traits.quads // traits.value_threads)
+        self.fold_passes = -(-traits.capacity * traits.quads // traits.threads)
         assert not self.roles or self.token_passes == self.value_passes == 1
 
     def inputs(self, passes, streams) -> Inputs:
@@ -222,8 +241,10 @@ class Prologue:
         shared: cutlass.Constexpr,
         values,
         key_gate,
+        records: cutlass.Constexpr = None,
     ):
-        """Leaves the operands of pass ``i`` in ``shared`` (or v in ``values``); records k and the raw gate."""
+        """Leaves the operands of pass ``i`` in ``shared`` (or v in ``values``); records k and the raw gate, or where
+        records are folded leaves k in ``records``."""
         if cutlass.const_expr(self.roles):
             first = self._value_token(place, i)
             if self._has_work(place) & (place.warp >= self.traits.token_warps):
@@ -238,12 +259,96 @@ class Prologue:
             bias = [constants.bias[j] for j in range(QUAD)]
             decay = gate.decay(self.traits, exp(constants.rate[0]), to_float(raw), bias)
             prepare_token(shared, token, place.lane, query, key, decay, gate.beta(Float32(inputs.beta[i])))
-            if cutlass.const_expr(not self.traits.decode):
-                if self._owns_quad(place) & (token < request.length):
-                    offset = request.record * key_gate.stride[0] + place.lane * QUAD
-                    offset = offset + (Int64(place.head) * place.window + token) * (2 * HEAD_DIM)
-                    store(at(key_gate, offset), [k.to(BFloat16) for k in key], self.traits.vector)
-                    store(at(key_gate, offset + HEAD_DIM), raw, self.traits.vector)
+            if cutlass.const_expr(self.traits.fold):
+                # The record of the window before may still be read by the cluster's other CTAs.
+                self._keep(records, i, key)
+            elif cutlass.const_expr(not self.traits.decode):
+                self._record(key_gate, request, place, token, [k.to(BFloat16) for k in key], raw)
+
+    def _keep(self, records: Records, i, key):
+        for j in range(QUAD):
+            records.own_key[i][j] = key[j].to(BFloat16)
+
+    def _key_gate(self, key_gate, request: Window, place: Place, token):
+        """Pointer to the lane's quad of a token's recorded key; the gate is 128 elements behind."""
+        offset = request.record * key_gate.stride[0] + place.lane * QUAD
+        return at(key_gate, offset + (Int64(place.head) * place.window + token) * (2 * HEAD_DIM))
+
+    @cute.jit
+    def _record(
+        self, key_gate, request: cutlass.Constexpr, place: cutlass.Constexpr, token, key: cutlass.Constexpr,
+        raw: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Stores this CTA's share of a token's k and raw gate."""
+        if self._owns_quad(place) & (token < request.length):
+            pointer = self._key_gate(key_gate, request, place, token)
+            store(pointer, key, self.traits.vector)
+            store(pointer + HEAD_DIM, raw, self.traits.vector)
+
+    def records(self) -> Records:
+        """Fragments for ``load_records``; empty where nothing is folded."""
+        tokens, values = (self.token_passes, self.fold_passes) if self.traits.fold else (0, 0)
+
+        def quads(count, dtype):
+            return [cute.make_rmem_tensor(QUAD, dtype) for _ in range(count)]
+
+        return Records(
+            quads(tokens, BFloat16), quads(tokens, BFloat16), quads(values, Float32), quads(tokens, BFloat16)
+        )
+
+    def _fold_item(self, place: Place, i):
+        """Token and first row (of the CTA's) of the thread's quad of u in pass ``i``."""
+        item = place.tid + i * self.traits.threads
+        return item // self.traits.quads, item % self.traits.quads * QUAD
+
+    def load_records(self, records: Records, request: Window, place: Place, last, corrections, key_gate):
+        """Issues the loads of the records to fold, up to token ``last``; past it the last one is loaded again."""
+        for i in range(self.token_passes):
+            token = memory.minimum(self._token(place, i), last)
+            pointer = self._key_gate(key_gate, request, place, token)
+            copy_in(records.key[i], pointer, QUAD, self.traits.vector)
+            copy_in(records.gate[i], pointer + HEAD_DIM, QUAD, self.traits.vector)
+        for i in range(self.fold_passes):
+            token, row = self._fold_item(place, i)
+            token = memory.minimum(token, last)
+            offset = request.record * corrections.stride[0] + place.row0 + row
+            offset = offset + (Int64(place.head) * place.window + token) * HEAD_DIM
+            copy_in(records.u[i], at(corrections, offset), QUAD, self.traits.vector)
+
+    @cute.jit
+    def prepare_records(
+        self, records: cutlass.Constexpr, constants: cutlass.Constexpr, place: cutlass.Constexpr,
+        folded: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Leaves what the fold reads in shared memory."""
+        for i in cutlass.range_constexpr(self.token_passes):
+            if self.prepares_tokens(place):
+                keys = [Float32(records.key[i][j]) for j in range(QUAD)]
+                gates = [Float32(records.gate[i][j]) for j in range(QUAD)]
+                scale = key_scale(keys)
+                bias = [constants.bias[j] for j in range(QUAD)]
+                decay = gate.decay(self.traits, exp(constants.rate[0]), gates, bias)
+                offset = self._token(place, i) * HEAD_DIM + place.lane * QUAD
+                if self._token(place, i) < self.traits.capacity:
+                    memory.store_shared(folded.key + offset, [mul(k, scale) for k in keys])
+                    memory.store_shared(folded.decay + offset, decay)
+        for i in cutlass.range_constexpr(self.fold_passes):
+            token, row = self._fold_item(place, i)
+            if token < self.traits.capacity:
+                u = [records.u[i][j] for j in range(QUAD)]
+                memory.store_shared(folded.u + (token * self.traits.rows + row), u)
+
+    @cute.jit
+    def store_records(
+        self, records: cutlass.Constexpr, inputs: cutlass.Constexpr, request: cutlass.Constexpr,
+        place: cutlass.Constexpr, key_gate,
+    ):  # fmt: skip
+        """Records k and the raw gate, once no CTA of the cluster reads the old ones any more."""
+        for i in cutlass.range_constexpr(self.token_passes):
+            if self.prepares_tokens(place):
+                key = [records.own_key[i][j] for j in range(QUAD)]
+                raw = [inputs.gate[i][j] for j in range(QUAD)]
+                self._record(key_gate, request, place, self._token(place, i), key, raw)
 
     @cute.jit
     def prepare_value(
@@ -302,6 +407,12 @@ class Prologue:
                 if token < request.length:
                     channel = self._value_channel(place)
                     self._roll(values.taps[i][0], mixed_qkv, conv_state, request, token, channel, i)
+
+
+def fold_store(allocator, traits: Traits) -> Folded:
+    """Shared memory for the records of a window."""
+    sizes = (HEAD_DIM, HEAD_DIM, traits.rows)
+    return Folded(*(memory.shared_array(allocator, Float32, traits.capacity * size) for size in sizes))
 
 
 def token_store(allocator, capacity) -> TokenStore:

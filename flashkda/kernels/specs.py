@@ -28,15 +28,16 @@ _RESERVED = 1024
 
 KINDS = (
     "short_conv", "record", "gated_rms_norm", "fused_verify", "fused_decode", "decode_rule", "record_chunked",
-    "fused_verify_chunked",
+    "fused_verify_chunked", "fused_round",
 )  # fmt: skip
-_FUSED = ("fused_verify", "fused_decode", "fused_verify_chunked")
+_FUSED = ("fused_verify", "fused_decode", "fused_verify_chunked", "fused_round")
 _CHUNKED = ("record_chunked", "fused_verify_chunked")
 _DECODE = ("fused_decode", "decode_rule")
 
 #: Traits that each kernel's code does not depend on are left at their defaults, so that geometries share kernels.
 _IGNORED = {
     "fused_verify": (),
+    "fused_round": (),
     "record": ("conv_layout", "conv_weight_dtype", "norm_weight_dtype", "norm", "has_num_accepted", "norm_eps"),
     "fused_verify_chunked": ("rows_per_thread", "key_lanes"),
     "record_chunked": (
@@ -99,6 +100,7 @@ def traits_of(kind: str, geometry: VerifyGeometry, tile: Tile, arch: str) -> Tra
         "pdl": hopper_or_newer,
         "decode": kind in _DECODE,
         "persistent": tile.persistent,
+        "fold": kind == "fused_round",
     }
     ignored = {name: Traits.__dataclass_fields__[name].default for name in _IGNORED[kind] if name != "capacity"}
     if "capacity" in _IGNORED[kind]:
@@ -206,11 +208,13 @@ def _recipe(kind: str, traits: Traits | CommitTraits) -> tuple[Any, tuple[Any, .
         "record": Record,
         "gated_rms_norm": GatedRmsNorm,
         "fused_verify": FusedVerify,
+        "fused_round": FusedVerify,
         "record_chunked": RecordChunked,
         "fused_verify_chunked": FusedVerifyChunked,
         "fused_decode": FusedDecode,
         "decode_rule": DecodeRule,
         "persistent_verify": PersistentVerify,
+        "persistent_round": PersistentVerify,
         "persistent_decode": PersistentDecode,
         "commit": Commit,
     }

@@ -110,7 +110,8 @@ class Traits:
             state = self._state_bytes(HEAD_DIM) * self.bulk_state
             return self.capacity * ready + inputs + state + 4 * HEAD_DIM * self.norm
         by_row = self.result_blocks[1] + 1 + (fuse and self.norm)
-        tokens = self.capacity * 4 * (operands + by_row * self.rows + self.cluster)
+        folded = (2 * HEAD_DIM + self.rows) * self.fold
+        tokens = self.capacity * 4 * (operands + by_row * self.rows + self.cluster + folded)
         return self.padding + tokens + self._state_bytes(self.rows) * self.bulk_state
 
     def _state_bytes(self, rows: int) -> int:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verification of one layer: ``FusedVerify`` (conv, rule, norm in one launch) and ``Record`` (the rule alone).
+"""The verification of one layer: ``FusedVerify`` (conv, rule, norm in one launch) and ``Record`` (the rule alone), and
+the decode of one token, ``FusedDecode`` and ``DecodeRule``, which writes the state in place.
 
 One CTA has one request, one head and ``rows`` of the head's 128 value rows; ``128 / rows`` CTAs form a cluster. Phases:
 
@@ -12,7 +13,9 @@ Each rank reads the whole conv history of q and k, and each writes a part of the
 cluster barrier once their taps have been consumed and write behind its wait. The same barrier makes the peers' mbarrier
 known to be initialized. No CTA leaves before every message to it has come, so no message meets a dead CTA.
 
-``Record`` and ``FusedVerify`` are one class: what differs is where q, k and v come from and where o goes to.
+All are one class: what differs is where q, k and v come from and where o goes to. A ``FusedVerify`` may also fold the
+accepted records of the window before into the state first, and writes it back then; it records its own window once no
+CTA of the head reads the old records any more.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from .epilogue import Epilogue
 from .memory import at
 from .numerics import select
 from .place import STASH, here, stash, stashed
-from .prologue import Prologue, token_store
+from .prologue import Prologue, fold_store, token_store
 from .traits import HEAD_DIM, QUAD, Traits
 from .window import read_metadata, request_window, zero_rows
 
@@ -106,6 +109,9 @@ class Verify:
         partials = memory.shared_array(allocator, Float32, traits.capacity * traits.cluster)
         barriers = memory.shared_array(allocator, Int64, _BARRIERS)
         kept = memory.shared_array(allocator, Int64, STASH)
+        folded = None
+        if cutlass.const_expr(traits.fold):
+            folded = fold_store(allocator, traits)
         if cutlass.const_expr(traits.padding > 0):
             memory.shared_array(allocator, Int64, traits.padding // 8)
         staged = None
@@ -137,8 +143,11 @@ class Verify:
         if not request.live:
             zero_rows(out, head, request.start, request.start + request.length, Int32(1), *zero)
         if request.live & (request.length > 0):
+            count = Int32(0)
+            if cutlass.const_expr(traits.fold):
+                count = memory.minimum(select(metadata.num_accepted > 0, metadata.num_accepted, Int32(0)), window)
             self.verify(
-                request, place, shared, results, factors, partials, barriers, kept, staged,
+                request, place, shared, results, factors, partials, barriers, kept, staged, folded, count,
                 mixed_qkv, conv_weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state, output_gate,
                 norm_weight, out, corrections, key_gate,
             )  # fmt: skip
@@ -146,7 +155,7 @@ class Verify:
     @cute.jit
     def verify(
         self, request: cutlass.Constexpr, place: cutlass.Constexpr,
-        shared: cutlass.Constexpr, results, factors, partials, barriers, kept, staged,
+        shared: cutlass.Constexpr, results, factors, partials, barriers, kept, staged, folded: cutlass.Constexpr, count,
         mixed_qkv, conv_weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state, output_gate,
         norm_weight, out, corrections, key_gate,
     ):  # fmt: skip
@@ -166,6 +175,7 @@ class Verify:
             weight_type = conv_weight.element_type
         inputs, constants = prologue.inputs(prologue.token_passes, 2), prologue.constants(weight_type, 2)
         value_inputs, value_constants, finals = None, None, epilogue.fragments()
+        records = prologue.records()
         if cutlass.const_expr(not prologue.roles):
             value_inputs = prologue.inputs(prologue.value_passes, 1)
             value_constants = prologue.constants(weight_type, 1)
@@ -177,6 +187,9 @@ class Verify:
                 for i in cutlass.range_constexpr(prologue.value_passes):
                     prologue.load_value(value_inputs, request, place, i, mixed_qkv, conv_state)
                 prologue.load_value_constants(value_constants, place, conv_weight)
+        if cutlass.const_expr(traits.fold):
+            last = select(count > 0, count - 1, Int32(0))
+            prologue.load_records(records, request, place, last, corrections, key_gate)
         epilogue.load_constants(finals, place, norm_weight)
         epilogue.load(finals, request, place, output_gate)
         if cutlass.const_expr(not traits.bulk_state and not traits.lean):
@@ -189,7 +202,9 @@ class Verify:
         for i in cutlass.range_constexpr(prologue.token_passes):
             if cutlass.const_expr(traits.lean):
                 prologue.load_token(inputs, request, place, i, mixed_qkv, conv_state, raw_gate, raw_beta)
-            prologue.prepare_token(inputs, constants, request, place, i, shared, results, key_gate)
+            prologue.prepare_token(inputs, constants, request, place, i, shared, results, key_gate, records)
+        if cutlass.const_expr(traits.fold):
+            prologue.prepare_records(records, constants, place, folded)
         if cutlass.const_expr(not prologue.roles):
             if cutlass.const_expr(traits.lean):
                 prologue.load_value_constants(value_constants, place, conv_weight)
@@ -224,6 +239,8 @@ class Verify:
             elif cutlass.const_expr(traits.lean):
                 # Its registers were needed for the tokens until now.
                 self.rule.load_state(fragment, source + place.local_row * HEAD_DIM, place.key_lane, traits.vector)
+            if cutlass.const_expr(traits.fold):
+                self.fold(fragment, count, place, folded, source)
             self.run_rule(fragment, request, place, shared, results)
             if cutlass.const_expr(traits.decode):
                 target = source + place.local_row * HEAD_DIM
@@ -243,9 +260,25 @@ class Verify:
             epilogue.store_corrections(request, place, results, corrections)
         if cutlass.const_expr(self.clustered and not traits.lean):
             prologue.roll_windows(inputs, value_inputs, request, place, mixed_qkv, conv_state)
+        if cutlass.const_expr(traits.fold):
+            prologue.store_records(records, inputs, request, place, key_gate)
         if cutlass.const_expr(epilogue.messages):
             cute.arch.mbarrier_wait(barriers + _NORM_BARRIER, 0)
         epilogue.store_output(sums, factors, request, place, results, partials, out)
+
+    @cute.jit
+    def fold(self, fragment: cute.Tensor, count, place: cutlass.Constexpr, folded: cutlass.Constexpr, source):
+        """The accepted tokens of the window before into the state, which is written back."""
+        for token in cutlass.range(cute.arch.make_warp_uniform(count), unroll=1):
+            u = folded.u + (token * self.traits.rows + place.local_row)
+            corrections = memory.load(u, self.rule.rows, min(self.rule.rows, QUAD))
+            self.rule.fold(fragment, folded.key, folded.decay, token, place.key_lane, corrections)
+        if count > 0:
+            self.rule.store_state(fragment, source + place.local_row * HEAD_DIM, place.key_lane, self.traits.vector)
+            if cutlass.const_expr(source.dtype.width < 32):
+                # What a commit leaves in the pool is what a verify after it reads.
+                for i in cutlass.range_constexpr(self.rule.rows * self.rule.keys):
+                    fragment[i] = fragment[i].to(source.dtype).to(Float32)
 
     @cute.jit
     def run_rule(

@@ -11,7 +11,7 @@ import torch
 
 from flashkda import config
 from flashkda.errors import NotPreparedError, StaleBindingError, TensorError
-from flashkda.ops import checks, chunked_reference, decode_reference, reference
+from flashkda.ops import checks, chunked_reference, decode_reference, reference, round_reference
 from flashkda.ops.validate import KERNELS, REQUESTS, ROWS, SPECS, Sizes, is_used, leading_size, validate, validate_step
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ _REFERENCE: dict[str, Callable[..., None]] = {
     "record": reference.record,
     "gated_rms_norm": reference.gated_rms_norm,
     "fused_verify": reference.verify,
+    "fused_round": round_reference.round_,
     "record_chunked": functools.partial(reference.record, window_rule=chunked_reference.chunk),
     "fused_verify_chunked": functools.partial(reference.verify, window_rule=chunked_reference.chunk),
     "decode_rule": decode_reference.decode_rule,
@@ -70,7 +71,7 @@ class Program:
         # Without a norm the rule's o is the output itself.
         renamed = {"o": "out"} if "o" not in binding.arguments and not plan.geometry.norm else {}
         self._kernels = tuple(
-            (_load(plan, kind, device), tuple(renamed.get(name, name) for name in KERNELS[kind].arguments))
+            (load(plan, kind, device), tuple(renamed.get(name, name) for name in KERNELS[kind].arguments))
             for kind in binding.kinds(plan)
         )
         self.scratch = tuple(name for name in binding.scratch if any(name in names for _, names in self._kernels))
@@ -271,7 +272,7 @@ def signature(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _load(plan: Plan, kind: str, device: torch.device) -> Callable[..., Any]:
+def load(plan: Plan, kind: str, device: torch.device) -> Callable[..., Any]:
     """The callable of a kernel on this plan's path and device; it takes the tensors of KERNELS[kind] in order."""
     if plan.path == "reference":
         return functools.partial(_run_reference, plan, kind)

@@ -97,6 +97,8 @@ KERNELS: dict[str, KernelArguments] = {
     ),
 }
 
+_VERIFY = KERNELS["fused_verify"]
+KERNELS["fused_round"] = KernelArguments(_VERIFY.arguments, (*_VERIFY.written, "state"))
 KERNELS |= {f"{kind}_chunked": KERNELS[kind] for kind in ("record", "fused_verify")}
 
 # What may be given anew at each run, by the size that may then be smaller than at bind.

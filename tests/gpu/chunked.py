@@ -32,7 +32,7 @@ def checks(setup: Setup) -> list[Check]:
     windows, heads, requests = (matrix.WINDOWS, HEADS, REQUESTS) if not setup.small else ((1, 3), (1, 2), (1, 3))
     found: list[Check] = []
 
-    def add(name: str, run: Callable[[], Detail], plans: list) -> None:  # type: ignore[type-arg]
+    def add(name: str, run: Callable[[], Detail], plans: list) -> None:
         found.append(Check("chunked", name, run, tuple(plans)))
 
     for window in windows:

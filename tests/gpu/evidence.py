@@ -19,14 +19,26 @@ from typing import Any
 import torch
 
 from flashkda.errors import KernelBuildError
-from tests.gpu import accuracy, chunked, invariance, layer, matrix, pairwise, replays, reported, rounds, sanitizer
+from tests.gpu import (
+    accuracy,
+    chunked,
+    folded,
+    invariance,
+    layer,
+    matrix,
+    pairwise,
+    replays,
+    reported,
+    rounds,
+    sanitizer,
+)
 from tests.gpu.environment import ROOT, clocks, environment, gpu_slug, use_local_kernel_cache, write_json
 from tests.gpu.setup import Check, Setup, kernel_specs
 from tests.oracle import CORRECTION_TOLERANCE, OUT_TOLERANCE
 
 BUDGET = 525.0
 SOURCES = ("flashkda", "tests/gpu", "tests/inputs.py", "tests/oracle.py", "tests/regroup.py")
-GROUPS = (reported, accuracy, invariance, matrix, pairwise, replays, chunked, rounds, layer, sanitizer)
+GROUPS = (reported, accuracy, invariance, matrix, pairwise, replays, chunked, rounds, folded, layer, sanitizer)
 
 
 def all_checks(setup: Setup) -> list[Check]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashkda.commit import CommitGeometry
 from flashkda.geometry import VerifyGeometry
+from flashkda.ops.launch import load
 from flashkda.planner import plan_verify
 from tests.gpu.cases import poison
 from tests.gpu.setup import Setup, require
@@ -39,14 +40,12 @@ class World:
     def __init__(
         self, setup: Setup, geometry: VerifyGeometry, *, layers: int, slots: int, seed: int = 0, requests: int = 4
     ) -> None:
-        from flashkda.kernels import specs
-
         self.geometry, self.layers, self.slots, self.device = geometry, layers, slots, setup.device
         plan = plan_verify(geometry, requests, path="fused", device=setup.device, strict=True)
         assert plan.tile is not None
         self.arch = plan.arch
-        self._where = where = (geometry, plan.tile, plan.arch)
-        self._verify, self._decode = specs.load("fused_verify", *where), specs.load("fused_decode", *where)
+        self._plan, device = plan, torch.device(setup.device, torch.cuda.current_device())
+        self._verify, self._decode = load(plan, "fused_verify", device), load(plan, "fused_decode", device)
         self._draw = torch.Generator(setup.device).manual_seed(seed)
         self._table: tuple[object, Tensor] | None = None
         heads, window = geometry.heads, geometry.window
@@ -136,9 +135,8 @@ class World:
 
     def decode_in_parts(self, inputs: list[dict[str, Tensor]], starts: Tensor, slots: Tensor) -> list[Tensor]:
         """`decode` in three launches."""
-        from flashkda.kernels import specs
-
-        conv, rule, norm = (specs.load(kind, *self._where) for kind in ("short_conv", "decode_rule", "gated_rms_norm"))
+        device = torch.device(self.device, torch.cuda.current_device())
+        conv, rule, norm = (load(self._plan, kind, device) for kind in ("short_conv", "decode_rule", "gated_rms_norm"))
         counted = torch.ones_like(slots) if self.geometry.has_num_accepted else None
         outs = []
         for layer, given in enumerate(inputs):
