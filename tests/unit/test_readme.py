@@ -75,7 +75,7 @@ def test_the_example_runs():
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASHKDA_VERIFY")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     environment["OMP_NUM_THREADS"] = "1"  # tensors this small are slower on more, and much slower on a busy machine
-    command = [sys.executable, str(ROOT / "examples" / "engine.py")]
+    command = [sys.executable, str(ROOT / "examples" / "engine_layer.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("the same outputs") == 3
