@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from flashkda import config
-from flashkda.errors import NotPreparedError, StaleBindingError, TensorError
+from flashkda.errors import KernelNotFoundError, NotPreparedError, StaleBindingError, TensorError
+from flashkda.kernel_sets import compile_command
 from flashkda.ops import checks, decode_reference, reference
 from flashkda.ops.validate import KERNELS, REQUESTS, ROWS, SPECS, Sizes, is_used, leading_size, validate, validate_step
 
@@ -274,7 +275,10 @@ def _load(plan: Plan, kind: str) -> Callable[..., Any]:
     if is_capturing() and not specs.is_loaded(*key):
         text = f"the {kind} kernel is not loaded, and nothing can be built or loaded under CUDA graph capture"
         raise NotPreparedError(f"{text}; bind and prepare, or run once, before the capture")
-    return specs.load(*key)
+    try:
+        return specs.load(*key)
+    except KernelNotFoundError as error:
+        raise error.of(plan.geometry, compile_command(plan.geometry, plan.arch)) from None
 
 
 def _run_reference(plan: Plan, kind: str, *arguments: torch.Tensor | None) -> None:

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels a geometry needs, to build them ahead, and the command that does it. Needs neither the DSL nor a GPU."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from flashkda.capability import ARCHITECTURES
+from flashkda.commit import CommitGeometry
+from flashkda.errors import GeometryError, Problem
+from flashkda.geometry import PRESETS, VerifyGeometry, preset
+from flashkda.planner import TILES, Tile, choose_tile
+
+if TYPE_CHECKING:
+    from flashkda.jit.pool import Spec
+
+# The flags of CommitGeometry that are built unless others are asked for: with and without moving the conv windows.
+COMMITS: tuple[Mapping[str, bool], ...] = ({}, {"compact": True})
+
+_VERIFY = {True: ("fused_verify",), False: ("short_conv", "record", "gated_rms_norm")}
+_DECODE = {True: ("fused_decode",), False: ("short_conv", "decode_rule", "gated_rms_norm")}
+
+
+def kernel_set(
+    geometry: VerifyGeometry,
+    archs: Sequence[str],
+    *,
+    max_requests: int | None = None,
+    commits: Iterable[Mapping[str, bool]] = COMMITS,
+) -> list[Spec]:
+    """All kernels that verify, decode and commit of this geometry may need on these architectures, each once.
+
+    max_requests   only the tiles that the planner picks for plans of 1..max_requests requests (None: every tile)
+    commits        flags of CommitGeometry, a mapping for each commit kernel; {} is the plain one
+
+    Both paths are built, fused (where the architecture has clusters) and decomposed. The result is for
+    `flashkda.jit.prebuild` and `build_pack`. Raises GeometryError, for an unknown architecture too.
+    """
+    from flashkda.kernels.specs import make_commit_spec, make_spec
+
+    unknown = [arch for arch in archs if arch not in ARCHITECTURES]
+    if unknown:
+        expected = f"architectures with kernels ({', '.join(ARCHITECTURES)})"
+        raise GeometryError.of([Problem("archs", expected, ", ".join(unknown))])
+    found: dict[Any, Spec] = {}
+
+    def add(function: Any, *arguments: Any) -> None:
+        found.setdefault(function(*arguments)[0], (function, arguments))
+
+    for arch in archs:
+        paths = (True, False) if ARCHITECTURES[arch].cluster else (False,)
+        for kinds, in_flight in ((_VERIFY, geometry), (_DECODE, geometry.replace(window=1))):
+            for fused in paths:
+                for tile in _tiles(in_flight, max_requests):
+                    for kind in kinds[fused]:
+                        if kind != "gated_rms_norm" or geometry.norm:
+                            add(make_spec, kind, geometry, tile, arch)
+        for flags in commits:
+            add(make_commit_spec, CommitGeometry(geometry, 1, **flags), arch)
+    return list(found.values())
+
+
+def _tiles(geometry: VerifyGeometry, max_requests: int | None) -> tuple[Tile, ...]:
+    if max_requests is None:
+        return TILES
+    if isinstance(max_requests, bool) or not isinstance(max_requests, int) or max_requests < 1:
+        raise GeometryError("max_requests", "an int >= 1 or None", repr(max_requests))
+    return tuple(dict.fromkeys(choose_tile(geometry, requests) for requests in range(1, max_requests + 1)))
+
+
+def compile_command(geometry: VerifyGeometry, arch: str) -> str:
+    """The command that builds the kernels of this geometry into a pack."""
+    base, flags = min(_bases(geometry), key=lambda pair: len(pair[1]))
+    return " ".join(["flashkda compile", *base, *flags, "--arch", arch, "--out DIR"])
+
+
+def _bases(geometry: VerifyGeometry) -> Iterable[tuple[list[str], list[str]]]:
+    """Ways to say the geometry: a preset or none, and the flags of the fields that differ from it."""
+    heads, window = str(geometry.heads), str(geometry.window)
+    yield (["--heads", heads, "--window", window], _flags(geometry, VerifyGeometry(geometry.heads, geometry.window)))
+    for name, model in PRESETS.items():
+        if model.heads % geometry.heads == 0:
+            tp = model.heads // geometry.heads
+            base = ["--preset", name, "--tp", str(tp), "--window", window]
+            yield base, _flags(geometry, preset(name, tp=tp, window=geometry.window))
+
+
+def _flags(geometry: VerifyGeometry, base: VerifyGeometry) -> list[str]:
+    found: list[str] = []
+    for field in fields(VerifyGeometry):
+        value = getattr(geometry, field.name)
+        if value == getattr(base, field.name) or value is None:
+            continue
+        flag = field.name.removeprefix("has_").replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            found += [f"--{flag}", shlex.quote(str(value))]
+    return found
