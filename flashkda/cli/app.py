@@ -13,6 +13,8 @@ import click
 
 import flashkda
 from flashkda.cli.bench import bench
+from flashkda.cli.cache import cache
+from flashkda.cli.compile import compile_
 from flashkda.cli.demo import demo
 from flashkda.cli.failure import Failure
 from flashkda.cli.info import info
@@ -50,7 +52,7 @@ def command() -> None:
     """Kimi Delta Attention for speculative decoding: what runs where, kernels built ahead, the cache of kernels."""
 
 
-for _command in (info, query, bench, demo):
+for _command in (info, query, compile_, cache, bench, demo):
     command.add_command(_command)
 _take_verbose(command)
 

@@ -56,6 +56,11 @@ def archs_of(given: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(arch for name in names for arch in (ARCHITECTURES if name == "all" else (name,))))
 
 
+def is_geometry_given(values: dict[str, Any]) -> bool:
+    """Whether any flag of a geometry is given."""
+    return any(values[name] is not None for name in ("preset", "tp", *_FIELDS))
+
+
 def geometry_of(values: dict[str, Any]) -> VerifyGeometry:
     """The geometry of the flags. Raises click.UsageError where flags contradict each other, GeometryError."""
     model, tp = values.pop("preset"), values.pop("tp")

@@ -25,9 +25,12 @@ def yes(value: bool) -> str:
 
 def size(count: int) -> str:
     """Bytes for people."""
-    return (
-        f"{count} B" if count < 1024 else f"{count / 1024:.1f} KiB" if count < 1 << 20 else f"{count / 2**20:.1f} MiB"
-    )
+    if count < 1024:
+        return f"{count} B"
+    number, unit = float(count), 0
+    while number >= 1024 and unit < 3:
+        number, unit = number / 1024, unit + 1
+    return f"{number:.1f} {' KMG'[unit]}iB"
 
 
 def one_line(message: object) -> str:
