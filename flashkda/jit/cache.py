@@ -4,6 +4,7 @@ last the compiler, unless FLASHKDA_NO_JIT forbids it. One process compiles a key
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -13,11 +14,9 @@ from pathlib import Path
 
 from flashkda import config
 from flashkda.errors import KernelBuildError, KernelNotFoundError, NotPreparedError
-from flashkda.jit import cleaning, packs
-from flashkda.jit.compiler import Make, compile_kernel, require_toolchain
+from flashkda.jit import packs, runtime
 from flashkda.jit.key import KernelKey
-from flashkda.jit.pool import Built, Progress, Spec, build_all, raise_failures
-from flashkda.jit.runtime import load_bytes
+from flashkda.jit.pool import Built, Make, Progress, Spec, build_all, raise_failures
 from flashkda.jit.store import Place, Unusable
 
 __all__ = [
@@ -118,7 +117,7 @@ def _obtain(key: KernelKey, make: Make) -> Callable[..., None]:
     start = time.perf_counter()
     reasons: list[str] = []
     for folder in config.kernel_path():
-        function = _attempt(key, str(folder), lambda folder=folder: packs.read(key, folder), start, reasons)
+        function = _attempt(key, str(folder), functools.partial(packs.read, key, folder), start, reasons)
         if function is not None:
             return function
     place = Place(key, config.cache_dir())
@@ -127,7 +126,6 @@ def _obtain(key: KernelKey, make: Make) -> Callable[..., None]:
         return function
     if config.no_jit():
         raise KernelNotFoundError(str(key), reasons)
-    require_toolchain()
     with place.lock() as locked:
         if locked:  # another process may have built it while this one waited
             function = _attempt(key, str(place.path), place.read, start, reasons)
@@ -136,7 +134,7 @@ def _obtain(key: KernelKey, make: Make) -> Callable[..., None]:
         binary = _compile(key, make, reasons[-1])
         if locked:
             _store(place, binary)
-    return load_bytes(key, binary)
+    return runtime.load_bytes(key, binary)
 
 
 def _attempt(
@@ -144,7 +142,7 @@ def _attempt(
 ) -> Callable[..., None] | None:
     """The kernel as it is on disk; None, with one more reason, where it cannot be used."""
     try:
-        function = load_bytes(key, read())
+        function = runtime.load_bytes(key, read())
     except (Unusable, KernelBuildError) as error:
         reasons.append(str(error))
         return None
@@ -153,14 +151,18 @@ def _attempt(
 
 
 def _compile(key: KernelKey, make: Make, why: str) -> bytes:
+    from flashkda.jit import compiler  # with all that a compile needs: a hit does without
+
     _log.info("%s: compiling (%s)", key, why)
     start = time.perf_counter()
-    binary = compile_kernel(key, make)
+    binary = compiler.compile_kernel(key, make)
     _log.info("%s: compiled in %.1f s, %d bytes", key, time.perf_counter() - start, len(binary))
     return binary
 
 
 def _store(place: Place, binary: bytes) -> bool:
+    from flashkda.jit import cleaning
+
     stored = place.store(binary)
     cleaning.trim(place.root, config.cache_limit(), place.path)
     return stored
