@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from flashkda import config
-from flashkda.errors import KernelBuildError, KernelNotFoundError, NotPreparedError
+from flashkda.errors import ConfigError, KernelBuildError, KernelNotFoundError, NotPreparedError
 from flashkda.jit import packs, runtime
 from flashkda.jit.key import KernelKey
 from flashkda.jit.pool import Built, Make, Progress, Spec, build_all, raise_failures
-from flashkda.jit.store import Place, Unusable
+from flashkda.jit.store import Place, Unusable, warn_unusable
 
 __all__ = [
     "Built",
@@ -72,7 +72,7 @@ def build_kernel(key: KernelKey, make: Make) -> bool:
 
     Raises KernelBuildError, also where the cache folder cannot be written.
     """
-    place = Place(key, config.cache_dir())
+    place, limit = Place(key, config.cache_dir()), config.cache_limit()
     problem = place.problem()
     if problem is None:
         return False
@@ -80,7 +80,7 @@ def build_kernel(key: KernelKey, make: Make) -> bool:
         if locked:
             if place.problem() is None:
                 return False
-            if _store(place, _compile(key, make, problem)):
+            if _store(place, _compile(key, make, problem), limit):
                 return True
     raise KernelBuildError(f"{key} cannot be kept: the cache folder cannot be written; set FLASHKDA_CACHE_DIR")
 
@@ -120,12 +120,19 @@ def _obtain(key: KernelKey, make: Make) -> Callable[..., None]:
         function = _attempt(key, str(folder), functools.partial(packs.read, key, folder), start, reasons)
         if function is not None:
             return function
-    place = Place(key, config.cache_dir())
+    try:
+        place = Place(key, config.cache_dir())
+    except ConfigError as error:
+        if config.no_jit():
+            raise KernelNotFoundError(str(key), [*reasons, str(error)]) from error
+        warn_unusable(error)
+        return runtime.load_bytes(key, _compile(key, make, str(error)))
     function = _attempt(key, str(place.path), place.read, start, reasons)
     if function is not None:
         return function
     if config.no_jit():
         raise KernelNotFoundError(str(key), reasons)
+    limit = config.cache_limit()
     with place.lock() as locked:
         if locked:  # another process may have built it while this one waited
             function = _attempt(key, str(place.path), place.read, start, reasons)
@@ -133,7 +140,7 @@ def _obtain(key: KernelKey, make: Make) -> Callable[..., None]:
                 return function
         binary = _compile(key, make, reasons[-1])
         if locked:
-            _store(place, binary)
+            _store(place, binary, limit)
     return runtime.load_bytes(key, binary)
 
 
@@ -160,11 +167,11 @@ def _compile(key: KernelKey, make: Make, why: str) -> bytes:
     return binary
 
 
-def _store(place: Place, binary: bytes) -> bool:
+def _store(place: Place, binary: bytes, limit: int | None) -> bool:
     from flashkda.jit import cleaning
 
     stored = place.store(binary)
-    cleaning.trim(place.root, config.cache_limit(), place.path)
+    cleaning.trim(place.root, limit, place.path)
     return stored
 
 

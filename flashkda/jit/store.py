@@ -125,8 +125,6 @@ class Place:
             _log.warning("%s is set aside as *.corrupt and built again (%s)", path, problem)
 
     def _make_folders(self) -> None:
-        if not self.root.is_absolute():
-            raise FileNotFoundError(f"there is no home folder for {self.root}")
         self.root.parent.mkdir(parents=True, exist_ok=True)
         for folder in (self.root, self.path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)

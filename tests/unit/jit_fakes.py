@@ -68,3 +68,14 @@ def spec(trace: str, tag: int, make=None):
 def dies():
     """A spec that takes its process down."""
     os._exit(9)
+
+
+def slow_spec(trace: str, tag: int):
+    """A spec that takes some time, to be interrupted in."""
+    install(setattr, Path(trace), 0.4)
+    return key(tag), None
+
+
+def unnamed():
+    """A spec that cannot even name its kernel."""
+    raise KernelBuildError("no such geometry")
