@@ -185,7 +185,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="flashkda-crash-") as folder:
         found = play(Path(folder), options.kills, options.seed)
-    print(json.dumps(found, indent=1))
+    print(json.dumps(found))
     return 1 if found["failed"] or found["damaged"] or found["temporary"] else 0
 
 
