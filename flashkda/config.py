@@ -36,13 +36,19 @@ def verify_path() -> str | None:
 
 
 def cache_dir() -> Path:
-    """The folder of built kernels (not created here)."""
+    """The folder of built kernels (not created here). Raises ConfigError where there is no home for one."""
     value = os.environ.get("FLASHKDA_CACHE_DIR", "")
-    if value:
-        return Path(value).expanduser().absolute()
-    from platformdirs import user_cache_path
+    try:
+        if value:
+            return Path(value).expanduser().absolute()
+        from platformdirs import user_cache_path
 
-    return user_cache_path("flashkda")
+        path = user_cache_path("flashkda")
+    except RuntimeError as error:  # no home folder is known for a ~
+        raise ConfigError("FLASHKDA_CACHE_DIR", "a folder, or a home folder for it", error) from error
+    if not path.is_absolute():
+        raise ConfigError("FLASHKDA_CACHE_DIR", "a folder, or a home folder for it", f"no home for {path}")
+    return path
 
 
 def cache_limit() -> int | None:

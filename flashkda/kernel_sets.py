@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels a geometry needs, to build them ahead, and the command that does it. Needs neither the DSL nor a GPU."""
+"""Which kernels a geometry needs, to build them ahead, and the command for it. Needs neither the DSL nor a GPU."""
 
 from __future__ import annotations
 

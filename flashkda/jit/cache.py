@@ -4,6 +4,7 @@ last the compiler, unless FLASHKDA_NO_JIT forbids it. One process compiles a key
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -12,13 +13,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from flashkda import config
-from flashkda.errors import KernelBuildError, KernelNotFoundError, NotPreparedError
-from flashkda.jit import cleaning, packs
-from flashkda.jit.compiler import Make, compile_kernel, require_toolchain
+from flashkda.errors import ConfigError, KernelBuildError, KernelNotFoundError, NotPreparedError
+from flashkda.jit import packs, runtime
 from flashkda.jit.key import KernelKey
-from flashkda.jit.pool import Built, Progress, Spec, build_all, raise_failures
-from flashkda.jit.runtime import load_bytes
-from flashkda.jit.store import Place, Unusable
+from flashkda.jit.pool import Built, Make, Progress, Spec, build_all, raise_failures
+from flashkda.jit.store import Place, Unusable, warn_unusable
 
 __all__ = [
     "Built",
@@ -73,7 +72,7 @@ def build_kernel(key: KernelKey, make: Make) -> bool:
 
     Raises KernelBuildError, also where the cache folder cannot be written.
     """
-    place = Place(key, config.cache_dir())
+    place, limit = Place(key, config.cache_dir()), config.cache_limit()
     problem = place.problem()
     if problem is None:
         return False
@@ -81,7 +80,7 @@ def build_kernel(key: KernelKey, make: Make) -> bool:
         if locked:
             if place.problem() is None:
                 return False
-            if _store(place, _compile(key, make, problem)):
+            if _store(place, _compile(key, make, problem), limit):
                 return True
     raise KernelBuildError(f"{key} cannot be kept: the cache folder cannot be written; set FLASHKDA_CACHE_DIR")
 
@@ -118,16 +117,22 @@ def _obtain(key: KernelKey, make: Make) -> Callable[..., None]:
     start = time.perf_counter()
     reasons: list[str] = []
     for folder in config.kernel_path():
-        function = _attempt(key, str(folder), lambda folder=folder: packs.read(key, folder), start, reasons)
+        function = _attempt(key, str(folder), functools.partial(packs.read, key, folder), start, reasons)
         if function is not None:
             return function
-    place = Place(key, config.cache_dir())
+    try:
+        place = Place(key, config.cache_dir())
+    except ConfigError as error:
+        if config.no_jit():
+            raise KernelNotFoundError(str(key), [*reasons, str(error)]) from error
+        warn_unusable(error)
+        return runtime.load_bytes(key, _compile(key, make, str(error)))
     function = _attempt(key, str(place.path), place.read, start, reasons)
     if function is not None:
         return function
     if config.no_jit():
         raise KernelNotFoundError(str(key), reasons)
-    require_toolchain()
+    limit = config.cache_limit()
     with place.lock() as locked:
         if locked:  # another process may have built it while this one waited
             function = _attempt(key, str(place.path), place.read, start, reasons)
@@ -135,8 +140,8 @@ def _obtain(key: KernelKey, make: Make) -> Callable[..., None]:
                 return function
         binary = _compile(key, make, reasons[-1])
         if locked:
-            _store(place, binary)
-    return load_bytes(key, binary)
+            _store(place, binary, limit)
+    return runtime.load_bytes(key, binary)
 
 
 def _attempt(
@@ -144,7 +149,7 @@ def _attempt(
 ) -> Callable[..., None] | None:
     """The kernel as it is on disk; None, with one more reason, where it cannot be used."""
     try:
-        function = load_bytes(key, read())
+        function = runtime.load_bytes(key, read())
     except (Unusable, KernelBuildError) as error:
         reasons.append(str(error))
         return None
@@ -153,16 +158,20 @@ def _attempt(
 
 
 def _compile(key: KernelKey, make: Make, why: str) -> bytes:
+    from flashkda.jit import compiler  # with all that a compile needs: a hit does without
+
     _log.info("%s: compiling (%s)", key, why)
     start = time.perf_counter()
-    binary = compile_kernel(key, make)
+    binary = compiler.compile_kernel(key, make)
     _log.info("%s: compiled in %.1f s, %d bytes", key, time.perf_counter() - start, len(binary))
     return binary
 
 
-def _store(place: Place, binary: bytes) -> bool:
+def _store(place: Place, binary: bytes, limit: int | None) -> bool:
+    from flashkda.jit import cleaning
+
     stored = place.store(binary)
-    cleaning.trim(place.root, config.cache_limit(), place.path)
+    cleaning.trim(place.root, limit, place.path)
     return stored
 
 

@@ -17,12 +17,12 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashkda.errors import KernelBuildError
 from flashkda.jit.key import KernelKey
+from flashkda.jit.pool import Make
 from flashkda.jit.resources import (
     Resources,
     cubin_number,
@@ -33,9 +33,6 @@ from flashkda.jit.resources import (
     ptxas_spills,
 )
 from flashkda.jit.runtime import find_runtime, plain
-
-# A recipe: imports the DSL, returns a jit callable and the fake arguments that describe its signature.
-Make = Callable[[], tuple[Any, tuple[Any, ...]]]
 
 _MODULES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
 _LINKERS = ("ld", "ld.lld", "ld.gold", "ld.bfd", "mold")

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in a pack, a folder of prebuilt kernels, and whether it can run here. manifest.json is in docs/prebuilt.md."""
+"""What is in a pack, a folder of prebuilt kernels, and whether it can run here. See docs/prebuilt.md."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashkda.errors import KernelBuildError
 from flashkda.jit.digest import FLAVOURS, toolchain_versions
@@ -18,8 +17,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 
 
-@dataclass(frozen=True)
-class PackedKernel:
+class PackedKernel(NamedTuple):
     """A kernel of a pack.
 
     name, params, arch, recipe, sources, switches, host: which kernel it is, as KernelKey.identity. toolchain: the
@@ -39,22 +37,20 @@ class PackedKernel:
     file: str
     sha256: str
     size: int
-    registers: int | None = None
-    shared_memory: int | None = None
-    about: dict[str, Any] = field(default_factory=dict)
+    registers: int | None
+    shared_memory: int | None
+    about: dict[str, Any]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PackedKernel:
-        """The inverse of asdict. Raises ValueError."""
+        """The inverse of _asdict. Raises ValueError."""
         try:
             kernel = cls(**values)
         except TypeError as error:
             raise ValueError(f"a kernel has not the fields of one: {error}") from error
-        for one in fields(cls):
-            value, expected = getattr(kernel, one.name), str(one.type)
-            kind: Any = dict if expected.startswith("dict") else str if expected == "str" else int
-            if not isinstance(value, kind) and not (value is None and expected.endswith("None")):
-                raise ValueError(f"{one.name} of a kernel: expected {expected}, found {value!r}")
+        for name, kind in _KINDS.items():
+            if not isinstance(getattr(kernel, name), kind):
+                raise ValueError(f"{name} of a kernel: expected {kind}, found {getattr(kernel, name)!r}")
         return kernel
 
     def passed_over(self, key: KernelKey) -> list[str]:
@@ -66,16 +62,21 @@ class PackedKernel:
         if self.arch != wanted["arch"]:
             found.append(f"is for {self.arch}, not {wanted['arch']}")
         if self.sources != wanted["sources"]:
-            found.append(f"was built from other sources of the kernels ({self.sources[:8]}, here {key_sources(wanted)})")
+            found.append(
+                f"was built from other sources of the kernels ({self.sources[:8]}, here {wanted['sources'][:8]})"
+            )
         for name in ("recipe", "switches", "host"):
             if getattr(self, name) != wanted[name]:
                 found.append(f"was built with another {name} ({getattr(self, name)}, here {wanted[name]})")
         return found + runtime_problems(self.toolchain)
 
 
-def key_sources(identity: Mapping[str, Any]) -> str:
-    """The sources' digest, as messages show it."""
-    return str(identity["sources"])[:8]
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("name", "arch", "sources", "host", "file", "sha256"), str),
+    **dict.fromkeys(("params", "switches", "toolchain", "about"), dict),
+    **dict.fromkeys(("recipe", "size"), int),
+    **dict.fromkeys(("registers", "shared_memory"), (int, type(None))),
+}
 
 
 def runtime_problems(built_with: Mapping[str, Any]) -> list[str]:
@@ -100,9 +101,8 @@ def _minor(version: str) -> list[str]:
     return str(version).split(".")[:2]
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What is in a pack. index: the kernels of each name and set of parameters, whatever their architecture."""
+class Manifest(NamedTuple):
+    """What is in a pack: the folder, and its kernels in the order of their files."""
 
     folder: Path
     kernels: tuple[PackedKernel, ...]
@@ -114,7 +114,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The content of manifest.json."""
-        values = {"format": FORMAT, "kernels": [asdict(kernel) for kernel in self.kernels]}
+        values = {"format": FORMAT, "kernels": [kernel._asdict() for kernel in self.kernels]}
         return json.dumps(values, indent=1, sort_keys=True) + "\n"
 
     @classmethod

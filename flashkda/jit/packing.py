@@ -3,20 +3,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from flashkda import config
 from flashkda.errors import KernelBuildError
-from flashkda.jit.compiler import Make, compile_measured
+from flashkda.jit import compiler
 from flashkda.jit.digest import toolchain_versions
 from flashkda.jit.files import locked, write_whole
 from flashkda.jit.key import KernelKey
-from flashkda.jit.manifest import MANIFEST, Manifest, PackedKernel, read_manifest
+from flashkda.jit.manifest import MANIFEST, Manifest, PackedKernel
 from flashkda.jit.packs import name_of, pack_problem
-from flashkda.jit.pool import Built, Progress, Spec, build_all, build_spec, raise_failures
+from flashkda.jit.pool import Built, Make, Progress, Spec, build_all, build_spec, raise_failures
+from flashkda.jit.trust import Untrusted
+
+_LOCK = ".lock"
+# A library of a pack, or what it is written to first.
+_LEFT = re.compile(r"[a-z][a-z0-9_]*-[0-9a-f]{32}\.so|\.[a-z][a-z0-9_]*-[0-9a-f]{32}\.so\.tmp")
 
 
 def build_pack(
@@ -32,18 +40,23 @@ def build_pack(
     written or another process builds in it.
     """
     folder = Path(folder).absolute()
+    if folder.resolve() == config.cache_dir().resolve():
+        raise KernelBuildError(f"{folder} is the cache, which prebuild fills: a pack needs a folder of its own")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / ".lock", 0.0):
-            return _build_pack(list(specs), folder, jobs, progress)
-    except (OSError, NotImplementedError) as error:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with locked(folder / _LOCK, 0.0):
+            try:
+                return _build_pack(list(specs), folder, jobs, progress)
+            finally:
+                (folder / _LOCK).unlink(missing_ok=True)  # while it is held: the pack is to be copied
+    except (OSError, NotImplementedError, Untrusted) as error:
         raise KernelBuildError(f"a pack cannot be built in {folder}: {error}") from error
 
 
 def _build_pack(specs: list[Spec], folder: Path, jobs: int | None, progress: Progress | None) -> Manifest:
     kernels: dict[str, PackedKernel] = {}
-    if (folder / MANIFEST).exists():
-        kernels = {kernel.file: kernel for kernel in read_manifest(folder).kernels}
+    with contextlib.suppress(FileNotFoundError):
+        kernels = {kernel.file: kernel for kernel in Manifest.read(folder).kernels}
     _sweep(folder, kernels)
     named = [build_spec(spec, _name) for spec in specs]
     failed = [one for one in named if one.error is not None]
@@ -61,7 +74,7 @@ def _build_pack(specs: list[Spec], folder: Path, jobs: int | None, progress: Pro
     def keep(_: int, built: Built) -> None:
         if built.error is None:
             arguments = wanted[built.note.file][1][1]
-            kernel = dataclasses.replace(built.note, about=_about(arguments))
+            kernel = built.note._replace(about=_about(arguments))
             same = [one for one in kernels.values() if _slot(one) == _slot(kernel)]
             for one in same:
                 del kernels[one.file]
@@ -75,7 +88,7 @@ def _build_pack(specs: list[Spec], folder: Path, jobs: int | None, progress: Pro
     for one in failed:
         done(one)
     for file in kept:
-        done(dataclasses.replace(wanted[file][0], note=kernels[file]))
+        done(wanted[file][0]._replace(note=kernels[file]))
     missing = [spec for file, (_, spec) in wanted.items() if file not in kept]
     built = build_all(missing, _build, str(folder), jobs=jobs, done=keep)
     _write_manifest(folder, kernels)
@@ -93,7 +106,7 @@ def _file_of(key: KernelKey) -> str:
 
 def _build(key: KernelKey, make: Make, folder: str) -> tuple[bool, PackedKernel]:
     """In the worker: compile, put the library in its place, and return what the manifest says of it."""
-    compiled = compile_measured(key, make)
+    compiled = compiler.compile_measured(key, make)
     file = _file_of(key)
     path = Path(folder) / file
     path.parent.mkdir(mode=0o755, exist_ok=True)
@@ -106,6 +119,7 @@ def _build(key: KernelKey, make: Make, folder: str) -> tuple[bool, PackedKernel]
         size=len(compiled.binary),
         registers=compiled.registers,
         shared_memory=compiled.shared_bytes,
+        about={},
     )
     return True, kernel
 
@@ -128,8 +142,9 @@ def _slot(kernel: PackedKernel) -> tuple[str, str, str]:
 
 def _sweep(folder: Path, kernels: dict[str, PackedKernel]) -> None:
     """Take away what an interrupted build left: libraries that are in no manifest, and temporary files."""
-    for path in [*folder.glob(".manifest.json.tmp"), *folder.glob("sm_*/*.so"), *folder.glob("sm_*/.*.tmp")]:
-        if path.relative_to(folder).as_posix() not in kernels:
+    (folder / f".{MANIFEST}.tmp").unlink(missing_ok=True)
+    for path in folder.glob("sm_*/*"):
+        if _LEFT.fullmatch(path.name) and path.relative_to(folder).as_posix() not in kernels:
             path.unlink(missing_ok=True)
 
 

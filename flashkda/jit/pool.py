@@ -6,19 +6,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashkda.errors import KernelBuildError
-from flashkda.jit.compiler import Make
 from flashkda.jit.key import KernelKey
+
+# A recipe: imports the DSL, returns a jit callable and the fake arguments that describe its signature.
+Make = Callable[[], tuple[Any, tuple[Any, ...]]]
 
 # What a worker receives: a module-level function and its arguments; it returns (key, recipe).
 Spec = tuple[Callable[..., tuple[KernelKey, Make]], tuple[Any, ...]]
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     """One kernel: ``compiled`` is False where it was on disk already; ``error`` is None where it is now. ``note`` is
     what the worker wants to tell its parent besides."""
 

@@ -21,6 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from flashkda.errors import KernelBuildError
 from flashkda.jit.key import KernelKey
@@ -32,6 +33,8 @@ _log = logging.getLogger("flashkda.jit")
 
 # How often each descriptor's path has been given to the loader.
 _given: Counter[int] = Counter()
+# What is loaded stays: a CUDA graph may hold its launches.
+_modules: list[Any] = []
 
 
 def is_library(binary: bytes) -> bool:
@@ -58,9 +61,12 @@ def _load_library(key: KernelKey, binary: bytes) -> Callable[..., None]:
     open_runtime()
     try:
         with _in_memory(f"flashkda_{key.name}", binary) as path:
-            function: Callable[..., None] = tvm_ffi.load_module(path)[key.symbol]
+            # What tvm_ffi.load_module calls for a name that ends in .so; a file in memory has none.
+            module = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")(path, "so")
+            function: Callable[..., None] = module[key.symbol]
     except Exception as error:  # the loader raises RuntimeError, OSError and types of its own
         raise KernelBuildError(f"{key} cannot be loaded: {plain(error)}") from error
+    _modules.append(module)
     return function
 
 

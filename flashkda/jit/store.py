@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flashkda.errors import KernelBuildError
-from flashkda.jit.compiler import check_object
 from flashkda.jit.files import locked, write_whole
 from flashkda.jit.key import KernelKey
 from flashkda.jit.trust import Untrusted, open_trusted, read_all, read_trusted
@@ -49,7 +48,7 @@ class Place:
         self.sidecar = root / f"{self.stem}.json"
 
     def read(self) -> bytes:
-        """The library, checked. Raises Unusable; `missing` says whether there was anything."""
+        """The library, if it is the one that was stored for this key. Raises Unusable."""
         try:
             with open_trusted(self.root, f"{self.stem}.json") as descriptor:
                 _hold(descriptor)
@@ -65,25 +64,19 @@ class Place:
 
     def problem(self) -> str | None:
         """None for a good entry, else what is wrong with it."""
+        from flashkda.jit import compiler  # with all that a compile needs: a hit does without
+
         try:
-            self.read()
-        except Unusable as error:
+            compiler.check_object(self.key, self.read())
+        except (Unusable, KernelBuildError) as error:
             return str(error)
         return None
-
-    def is_empty(self) -> bool:
-        """Whether there is nothing here, rather than something unusable."""
-        return not any(os.path.lexists(path) for path in (self.path, self.sidecar))
 
     def _check(self, note: object, binary: bytes) -> None:
         if not isinstance(note, dict) or note.get("key") != self.key.fields():
             raise Unusable(f"{self.sidecar} is of another kernel")
         if note.get("sha256") != hashlib.sha256(binary).hexdigest():
             raise Unusable(f"{self.path} is not what was stored")
-        try:
-            check_object(self.key, binary)
-        except KernelBuildError as error:
-            raise Unusable(str(error)) from error
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[bool]:
@@ -120,17 +113,18 @@ class Place:
         return True
 
     def _set_aside(self) -> None:
-        problem = self.problem()
-        for path in (self.path, self.sidecar):
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(path, f"{path}.corrupt")
-                _log.warning(
-                    "%s is set aside as *.corrupt and built again (%s)", path, problem or "the loader refused it"
-                )
+        there = [path for path in (self.path, self.sidecar) if os.path.lexists(path)]
+        if len(there) == 1:
+            # A process that was killed between the two leaves this.
+            _log.info("%s is half an entry: it is built again", there[0])
+            there[0].unlink()
+            return
+        problem = self.problem() or "the loader refused it"
+        for path in there:
+            os.replace(path, f"{path}.corrupt")
+            _log.warning("%s is set aside as *.corrupt and built again (%s)", path, problem)
 
     def _make_folders(self) -> None:
-        if not self.root.is_absolute():
-            raise FileNotFoundError(f"there is no home folder for {self.root}")
         self.root.parent.mkdir(parents=True, exist_ok=True)
         for folder in (self.root, self.path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)

@@ -32,8 +32,8 @@ def open_trusted(root: Path, name: str) -> Iterator[int]:
     """A descriptor, open for reading, of the regular file `name` ("sm_90a/file") in the folder `root`.
 
     Each folder is opened inside the one before it, and what was opened is what is checked, so no rename in between can
-    put another file in its place. Links are followed on the way to `root`, never below it. Raises Untrusted, and OSError
-    as open does.
+    put another file in its place. Links are followed on the way to `root`, never below it. Raises Untrusted, and
+    OSError as open does.
     """
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in name:
