@@ -66,7 +66,12 @@ def test_all_that_plans_ask_for_and_no_more(geometry, arch):
 def test_the_set_of_a_kimi_k3_rank():
     names = sorted(function(*values)[0].name for function, values in kernel_set(K3, ["sm_90a"]))
     assert names == sorted(
-        [*3 * ["fused_verify", "record", "fused_decode", "decode_rule"], "short_conv", "gated_rms_norm", *2 * ["commit"]]
+        [
+            *3 * ["fused_verify", "record", "fused_decode", "decode_rule"],
+            "short_conv",
+            "gated_rms_norm",
+            *2 * ["commit"],
+        ]
     )
 
 
