@@ -12,7 +12,7 @@ from flashkda.capability import ARCHITECTURES
 from flashkda.commit import CommitGeometry
 from flashkda.errors import GeometryError, Problem
 from flashkda.geometry import PRESETS, VerifyGeometry, preset
-from flashkda.planner import TILES, Tile, choose_tile
+from flashkda.planner import TILE_RULES, Tile, choose_tile
 
 if TYPE_CHECKING:
     from flashkda.jit.pool import Spec
@@ -33,7 +33,7 @@ def kernel_set(
 ) -> list[Spec]:
     """All kernels that verify, decode and commit of this geometry may need on these architectures, each once.
 
-    max_requests   only the tiles that the planner picks for plans of 1..max_requests requests (None: every tile)
+    max_requests   only the tiles that the planner picks for plans of 1..max_requests requests (None: of any number)
     commits        flags of CommitGeometry, a mapping for each commit kernel; {} is the plain one
 
     Both paths are built, fused (where the architecture has clusters) and decomposed. The result is for
@@ -64,11 +64,13 @@ def kernel_set(
 
 
 def _tiles(geometry: VerifyGeometry, max_requests: int | None) -> tuple[Tile, ...]:
-    if max_requests is None:
-        return TILES
-    if isinstance(max_requests, bool) or not isinstance(max_requests, int) or max_requests < 1:
-        raise GeometryError("max_requests", "an int >= 1 or None", repr(max_requests))
-    return tuple(dict.fromkeys(choose_tile(geometry, requests) for requests in range(1, max_requests + 1)))
+    # From there on the choice is that of any number.
+    most = max(rule.load or 0 for rule in TILE_RULES) // geometry.heads + 1
+    if max_requests is not None:
+        if isinstance(max_requests, bool) or not isinstance(max_requests, int) or max_requests < 1:
+            raise GeometryError("max_requests", "an int >= 1 or None", repr(max_requests))
+        most = min(most, max_requests)
+    return tuple(dict.fromkeys(choose_tile(geometry, requests) for requests in range(1, most + 1)))
 
 
 def compile_command(geometry: VerifyGeometry, arch: str) -> str:
@@ -80,12 +82,12 @@ def compile_command(geometry: VerifyGeometry, arch: str) -> str:
 def _bases(geometry: VerifyGeometry) -> Iterable[tuple[list[str], list[str]]]:
     """Ways to say the geometry: a preset or none, and the flags of the fields that differ from it."""
     heads, window = str(geometry.heads), str(geometry.window)
-    yield (["--heads", heads, "--window", window], _flags(geometry, VerifyGeometry(geometry.heads, geometry.window)))
     for name, model in PRESETS.items():
         if model.heads % geometry.heads == 0:
             tp = model.heads // geometry.heads
             base = ["--preset", name, "--tp", str(tp), "--window", window]
             yield base, _flags(geometry, preset(name, tp=tp, window=geometry.window))
+    yield (["--heads", heads, "--window", window], _flags(geometry, VerifyGeometry(geometry.heads, geometry.window)))
 
 
 def _flags(geometry: VerifyGeometry, base: VerifyGeometry) -> list[str]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 # "exact" is the token by token rule of docs/math.md; it keeps every promise.
 NUMERICS = ("exact",)
+
+_log = logging.getLogger("flashkda.planner")
 
 _HEAD_ROWS = 128
 _MOST_CLUSTER = 8  # the largest cluster that every architecture with clusters launches
@@ -270,6 +273,7 @@ def make_plan(
         tile = None
     elif tile is None:
         tile = choose_tile(kind.in_flight(geometry), max_requests)
+    log_choice(f"{kind.verb} {geometry}, up to {max_requests} requests", arch, chosen, f"{path} asked for, {tile}")
     return kind(geometry, max_requests, arch, chosen, tile, numerics, reasons, kernels_version())
 
 
@@ -316,6 +320,11 @@ def _resolve(capability: Capability, first: str) -> tuple[str, tuple[Reason, ...
     chosen = next(path for path in paths if capability.support(path).supported)  # the reference always is
     refused = paths[: paths.index(chosen)]
     return chosen, unique(reason for path in refused for reason in capability.support(path).reasons)
+
+
+def log_choice(what: str, arch: str, chosen: str, why: str) -> None:
+    """Tell those who listen what was planned."""
+    _log.info("%s on %s by the %s path (%s)", what, arch, chosen, why)
 
 
 _warned: set[tuple[object, ...]] = set()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills processes at random moments of compile, lock, write and rename, and looks whether the cache survives it.
 
-`python -m tests.crash --kills 200` prints what happened as JSON and exits with 1 where anything failed. The compiler and
-the loader are stand-ins, which take milliseconds; files, locks, renames and evictions are the real ones.
+`python -m tests.crash --kills 200` prints what happened as JSON and exits with 1 where anything failed. Compiler and
+loader are stand-ins, which take milliseconds; files, locks, renames and evictions are the real ones.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from flashkda.jit import cache, cleaning, compiler, files, runtime, store
 from flashkda.jit.key import KernelKey
@@ -71,15 +73,17 @@ class Phase:
 def install(phase: Phase) -> None:
     """In a process that will be killed: stand-ins below the cache, and all phases on the board."""
 
-    compiler.compile_kernel = phase.during("compile", lambda key, make: content(key), 0.003)
-    compiler.check_object = lambda key, binary: None
-    runtime.load_bytes = lambda key, binary: lambda: binary
-    store.write_whole = phase.during("write", files.write_whole, 0.001)
-    os.replace = phase.during("rename", os.replace, 0.001)
-    cleaning._remove = phase.during("evict", cleaning._remove, 0.001)
-    from filelock import FileLock
-
-    FileLock.acquire = phase.during("lock", FileLock.acquire, 0.001)  # type: ignore[method-assign]
+    stand_ins: tuple[tuple[Any, str, Any], ...] = (
+        (compiler, "compile_kernel", phase.during("compile", lambda key, make: content(key), 0.003)),
+        (compiler, "check_object", lambda key, binary: None),
+        (runtime, "load_bytes", lambda key, binary: lambda: binary),
+        (store, "write_whole", phase.during("write", files.write_whole, 0.001)),
+        (os, "replace", phase.during("rename", os.replace, 0.001)),
+        (cleaning, "_remove", phase.during("evict", cleaning._remove, 0.001)),
+        (FileLock, "acquire", phase.during("lock", FileLock.acquire, 0.001)),
+    )
+    for owner, name, function in stand_ins:
+        setattr(owner, name, function)
 
 
 def load_some(phase: Phase, rounds: int | None) -> None:

@@ -170,7 +170,7 @@ def test_a_linker_that_fails_is_quoted(monkeypatch, tmp_path):
     (tmp_path / "ld").write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
     (tmp_path / "ld").chmod(0o755)
     monkeypatch.setattr(compiler, "_find_linker", lambda: str(tmp_path / "ld"))
-    with pytest.raises(KernelBuildError, match="cannot be linked by .*no such option"):
+    with pytest.raises(KernelBuildError, match=r"cannot be linked by .*no such option"):
         compile_kernel(*jit_toys.axpy())
 
 

@@ -33,7 +33,6 @@ import torch
 
 from flashkda.geometry import preset
 from flashkda.kernel_sets import kernel_set
-from tests import crash
 from tests.gpu.environment import ROOT, environment, gpu_slug, write_json
 
 SOURCES = ("flashkda", "tests/gpu/coldstart.py", "tests/crash.py")

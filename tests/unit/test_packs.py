@@ -140,7 +140,8 @@ class TestBuilding:
     def test_a_killed_build_leaves_a_pack_and_the_next_one_goes_on(self, trace, tmp_path):
         folder, script = tmp_path / "pack", tmp_path / "build.py"
         script.write_text(
-            "import sys; from pathlib import Path; from flashkda.jit import build_pack; from tests.unit import jit_fakes\n"
+            "import sys; from pathlib import Path\n"
+            "from flashkda.jit import build_pack; from tests.unit import jit_fakes\n"
             "if __name__ == '__main__':\n"
             "    specs = [(jit_fakes.slow_spec, (sys.argv[1], tag)) for tag in range(6)]\n"
             "    build_pack(specs, Path(sys.argv[2]), jobs=2)\n"
@@ -159,7 +160,9 @@ class TestBuilding:
         stray.write_bytes(b"half a kernel")
         stray.with_name(f".{stray.name}.tmp").write_bytes(b"less")
         kept = []
-        found = build_pack(specs(trace, *range(6)), folder, jobs=1, progress=lambda *step: kept.append(step[2].compiled))
+        found = build_pack(
+            specs(trace, *range(6)), folder, jobs=1, progress=lambda *step: kept.append(step[2].compiled)
+        )
         assert len(found.kernels) == 6 and kept.count(False) == len(done)
         assert len(list((folder / "sm_90a").iterdir())) == 6
 
@@ -231,7 +234,11 @@ class TestSearch:
     )
     def test_versions_that_run_what_was_built(self, trace, pack, monkeypatch, package, version, runs):
         """The flavour of the DSL that built the pack does not matter: a GPU's machine has another than a builder's."""
-        here = {"nvidia-cutlass-dsl": "4.8.1", "apache-tvm-ffi": "0.1.15.post2", "nvidia-cutlass-dsl-libs-cu12": "4.8.1"}
+        here = {
+            "nvidia-cutlass-dsl": "4.8.1",
+            "apache-tvm-ffi": "0.1.15.post2",
+            "nvidia-cutlass-dsl-libs-cu12": "4.8.1",
+        }
         rewrite(pack, toolchain=here)
         there = {name: value for name, value in here.items() if "cu12" not in name or "cu13" not in package}
         monkeypatch.setattr(manifest, "toolchain_versions", lambda: {**there, package: version})
