@@ -290,7 +290,9 @@ def test_bench_is_that_of_a_checkout(run, monkeypatch, tmp_path):
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").touch()
     script = tmp_path / "benchmarks" / "__main__.py"
-    script.write_text("import sys, json; json.dump(sys.argv[1:], open('got', 'w')); sys.exit((0, 0, 2, 5)[len(sys.argv) - 1])")
+    script.write_text(
+        "import sys, json; json.dump(sys.argv[1:], open('got', 'w')); sys.exit((0, 0, 2, 5)[len(sys.argv) - 1])"
+    )
     assert run("bench", "--quick")[0] == Status.OK
     assert json.loads((tmp_path / "got").read_text()) == ["--quick"]
     assert run("bench", "a", "b")[0] == Status.USAGE

@@ -117,7 +117,7 @@ def test_the_limits_and_presets():
 
 def test_the_environment_variables():
     config = (ROOT / "flashkda" / "config.py").read_text()
-    read = set(re.findall(r'environ\.get\("(FLASHKDA_\w+)"', config))
+    read = set(re.findall(r'(?:environ\.get|_switch)\("(FLASHKDA_\w+)"', config))
     assert {row[0] for row in table(README, "variable")} == read
     for path in DOCUMENTS:
         assert set(re.findall(r"\bFLASHKDA_\w+", path.read_text())) <= read
