@@ -137,6 +137,12 @@ class TestBuilding:
             build_pack(specs(trace, 1), tmp_path / "pack")
         assert compiles(trace) == 0
 
+    def test_a_kernel_that_nobody_would_load_is_a_failure(self, trace, tmp_path):
+        build_pack(specs(trace, 1), tmp_path / "pack", jobs=1)
+        (tmp_path / "pack" / "sm_90a").chmod(0o775)
+        with pytest.raises(KernelBuildError, match=r"fake\(tag=2\).*chmod go-w"):
+            build_pack(specs(trace, 2), tmp_path / "pack", jobs=1)
+
     def test_a_killed_build_leaves_a_pack_and_the_next_one_goes_on(self, trace, tmp_path):
         folder, script = tmp_path / "pack", tmp_path / "build.py"
         script.write_text(
