@@ -251,6 +251,15 @@ class TestSearch:
         with contextlib.nullcontext() if runs else pytest.raises(KernelNotFoundError, match=package):
             assert cache.load_kernel(jit_fakes.key(1), None)() == jit_fakes.key(1)
 
+    def test_a_pack_of_another_release_costs_one_warning(self, trace, pack, caplog):
+        for tag in (1, 2):
+            rewrite(pack, tag, sources=64 * "0")
+        for tag in (1, 2):
+            with pytest.raises(KernelNotFoundError):
+                cache.load_kernel(jit_fakes.key(tag), None)
+        warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warned) == 1 and f"the pack {pack} is passed over" in warned[0]
+
     def test_a_pack_that_changes_is_read_again(self, trace, pack):
         with pytest.raises(KernelNotFoundError):
             cache.load_kernel(jit_fakes.key(3), None)
