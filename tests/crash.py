@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,7 @@ def start(phase: Phase, slot: int, rounds: int | None, errors: Path) -> int:
         phase.slot = slot
         random.seed(os.getpid())
         install(phase)
+        warnings.simplefilter("error")  # a cache that could not be used is a failure
         load_some(phase, rounds)
         code = 0
     except BaseException:

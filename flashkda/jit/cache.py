@@ -138,7 +138,7 @@ def _obtain(key: KernelKey, make: Make) -> Callable[..., None]:
             function = _attempt(key, str(place.path), place.read, start, reasons)
             if function is not None:
                 return function
-        binary = _compile(key, make, reasons[-1])
+        binary = _compile(key, make, "; ".join(dict.fromkeys(reasons)))
         if locked:
             _store(place, binary, limit)
     return runtime.load_bytes(key, binary)

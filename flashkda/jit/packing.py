@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flashkda import config
-from flashkda.errors import KernelBuildError
+from flashkda.errors import ConfigError, KernelBuildError
 from flashkda.jit import compiler
 from flashkda.jit.digest import toolchain_versions
 from flashkda.jit.files import locked, write_whole
@@ -20,7 +20,7 @@ from flashkda.jit.key import KernelKey
 from flashkda.jit.manifest import MANIFEST, Manifest, PackedKernel
 from flashkda.jit.packs import name_of, pack_problem
 from flashkda.jit.pool import Built, Make, Progress, Spec, build_all, build_spec, raise_failures
-from flashkda.jit.trust import Untrusted
+from flashkda.jit.trust import Untrusted, read_trusted
 
 _LOCK = ".lock"
 # A library of a pack, or what it is written to first.
@@ -40,8 +40,9 @@ def build_pack(
     written or another process builds in it.
     """
     folder = Path(folder).absolute()
-    if folder.resolve() == config.cache_dir().resolve():
-        raise KernelBuildError(f"{folder} is the cache, which prebuild fills: a pack needs a folder of its own")
+    with contextlib.suppress(ConfigError):  # no home for a cache
+        if folder.resolve() == config.cache_dir().resolve():
+            raise KernelBuildError(f"{folder} is the cache, which prebuild fills: a pack needs a folder of its own")
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         with locked(folder / _LOCK, 0.0):
@@ -111,6 +112,10 @@ def _build(key: KernelKey, make: Make, folder: str) -> tuple[bool, PackedKernel]
     path = Path(folder) / file
     path.parent.mkdir(mode=0o755, exist_ok=True)
     write_whole(path, compiled.binary, 0o644)
+    try:
+        read_trusted(Path(folder), file)
+    except Untrusted as error:
+        raise KernelBuildError(f"{key} would not be loaded: {error}") from error
     kernel = PackedKernel(
         **key.identity(),
         toolchain=toolchain_versions(),

@@ -48,20 +48,18 @@ def read(key: KernelKey, folder: Path) -> bytes:
     except KernelBuildError as error:
         _say(folder, f"the pack {folder} is passed over: {error}")
         raise Unusable(str(error)) from error
-    candidates = index.get(name_of(key.name, dict(key.params)), [])
     reasons = []
-    for kernel in candidates:
+    for kernel in index.get(name_of(key.name, dict(key.params)), []):
         problems = kernel.passed_over(key)
         if not problems:
             try:
                 return _read_library(folder, kernel)
             except Unusable as error:
-                _say(folder, f"{error}; the kernel of the pack is not used")
                 problems = [str(error)]
-        reasons.append(f"{kernel.file} " + ", ".join(problems))
-    for kernel, reason in zip(candidates, reasons, strict=True):
-        if kernel.arch == key.arch:  # one of this GPU that does not fit is a mistake; other GPUs' are not
-            _say(folder, f"the pack {folder} is passed over: {reason}")
+                _say(folder, f"{error}; the kernel of the pack is not used")
+        elif kernel.arch == key.arch:  # what is for this GPU and does not fit is a mistake; other GPUs' kernels are not
+            _say(folder, f"the pack {folder} is passed over: what is in it {', '.join(problems)}")
+        reasons.append(f"{kernel.file} {', '.join(problems)}")
     text = f"{folder}: {'; '.join(reasons)}" if reasons else f"{folder} has no such kernel"
     _log.info("%s: %s", key, text)
     raise Unusable(text)

@@ -137,6 +137,12 @@ class TestBuilding:
             build_pack(specs(trace, 1), tmp_path / "pack")
         assert compiles(trace) == 0
 
+    def test_a_kernel_that_nobody_would_load_is_a_failure(self, trace, tmp_path):
+        build_pack(specs(trace, 1), tmp_path / "pack", jobs=1)
+        (tmp_path / "pack" / "sm_90a").chmod(0o775)
+        with pytest.raises(KernelBuildError, match=r"fake\(tag=2\).*chmod go-w"):
+            build_pack(specs(trace, 2), tmp_path / "pack", jobs=1)
+
     def test_a_killed_build_leaves_a_pack_and_the_next_one_goes_on(self, trace, tmp_path):
         folder, script = tmp_path / "pack", tmp_path / "build.py"
         script.write_text(
@@ -244,6 +250,15 @@ class TestSearch:
         monkeypatch.setattr(manifest, "toolchain_versions", lambda: {**there, package: version})
         with contextlib.nullcontext() if runs else pytest.raises(KernelNotFoundError, match=package):
             assert cache.load_kernel(jit_fakes.key(1), None)() == jit_fakes.key(1)
+
+    def test_a_pack_of_another_release_costs_one_warning(self, trace, pack, caplog):
+        for tag in (1, 2):
+            rewrite(pack, tag, sources=64 * "0")
+        for tag in (1, 2):
+            with pytest.raises(KernelNotFoundError):
+                cache.load_kernel(jit_fakes.key(tag), None)
+        warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warned) == 1 and f"the pack {pack} is passed over" in warned[0]
 
     def test_a_pack_that_changes_is_read_again(self, trace, pack):
         with pytest.raises(KernelNotFoundError):
