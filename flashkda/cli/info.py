@@ -19,7 +19,7 @@ import flashkda
 from flashkda import config
 from flashkda.capability import Reason, detect_arch, unique
 from flashkda.cli.text import listing, one_line, size, table
-from flashkda.errors import KernelBuildError
+from flashkda.errors import ConfigError, KernelBuildError
 from flashkda.geometry import PRESETS, VerifyGeometry, preset
 
 if TYPE_CHECKING:
@@ -53,9 +53,11 @@ def info(as_json: bool) -> None:
 def _cache() -> dict[str, Any]:
     from flashkda.jit import cache_entries
 
-    entries = cache_entries()
-    states = Counter(entry.state for entry in entries)
-    folder, limit = str(config.cache_dir()), config.cache_limit()
+    try:
+        folder, entries = str(config.cache_dir()), cache_entries()
+    except ConfigError as error:  # there is no home, or it is named wrongly
+        return {"folder": None, "problem": str(error)}
+    states, limit = Counter(entry.state for entry in entries), config.cache_limit()
     return {"folder": folder, "limit": limit, "bytes": sum(entry.bytes for entry in entries), "kernels": dict(states)}
 
 
@@ -81,7 +83,9 @@ def _ready(geometry: VerifyGeometry, arch: str) -> tuple[int, int]:
     from flashkda.jit import cache_entries, pack_entries, search_path
     from flashkda.kernel_sets import kernel_set
 
-    cached = {entry.digest for entry in cache_entries() if entry.state == "ok"}
+    cached: set[str] = set()
+    with contextlib.suppress(ConfigError):
+        cached = {entry.digest for entry in cache_entries() if entry.state == "ok"}
     packed: list[PackedKernel] = []
     for folder in search_path():
         with contextlib.suppress(KernelBuildError):
@@ -166,6 +170,8 @@ def _of(ready: tuple[int, int] | None) -> str:
 
 
 def _cache_text(cache: dict[str, Any]) -> str:
+    if cache["folder"] is None:
+        return f"no cache: {cache['problem']}"
     states = ", ".join(f"{count} {state}" for state, count in sorted(cache["kernels"].items())) or "no kernels"
     limit = "" if cache["limit"] is None else f" of at most {size(cache['limit'])}"
     return f"cache {cache['folder']}: {states}, {size(cache['bytes'])}{limit}"

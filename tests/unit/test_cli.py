@@ -17,7 +17,7 @@ import click
 import pytest
 
 import flashkda
-from flashkda import cli, errors
+from flashkda import errors
 from flashkda.capability import ARCHITECTURES, Reason
 from flashkda.cli import app, bench, options, text
 from flashkda.cli.status import Status
@@ -33,18 +33,6 @@ def process(*command, **variables):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASHKDA_")} | variables
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT)
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command here: its status, stdout and stderr."""
-
-    def run(*arguments):
-        status = cli.main(arguments)
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run
 
 
 def query_json(run, *arguments):
