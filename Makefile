@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make demo | test | check | gpu-evidence | bench | clean
+# make demo | test | check | docs | dist | kernels | gpu-evidence | bench | clean
 #
 # Everything runs in .venv, which is made on first use. CONSTRAINTS= installs without the pinned versions;
 # PY=/path/to/python uses an environment that has what is needed, and makes none.
@@ -14,7 +14,7 @@ PY := .venv/bin/python
 READY := .venv/.stamp
 endif
 
-.PHONY: venv check test demo gpu-evidence bench clean
+.PHONY: venv check test demo docs dist kernels gpu-evidence bench clean
 
 venv: $(READY)
 
@@ -28,12 +28,26 @@ check: $(READY)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) tools/check_text.py
+	$(PY) -m mkdocs build --quiet
 
 test: $(READY)
 	$(PY) -m pytest -q -rs
 
 demo: $(READY)
 	$(PY) -m flashkda.demo
+
+docs: $(READY)
+	$(PY) -m mkdocs build --quiet
+	@echo "open build/docs/index.html"
+
+dist: $(READY)
+	rm -rf dist
+	$(PY) -m build --no-isolation
+	$(PY) tools/smoke_wheel.py dist/*.whl
+
+kernels: $(READY)
+	rm -rf build/kimi-k3-tp8
+	$(PY) -m flashkda compile --preset kimi-k3 --tp 8 --arch sm_90a --out build/kimi-k3-tp8
 
 gpu-evidence: $(READY)
 	$(PY) -m tests.gpu.evidence

@@ -191,6 +191,7 @@ def plan_commit(
         if strict:
             raise UnsupportedError(first, reasons, hint=f"strict; the fallback would be {chosen}")
         planner.warn_once(f"FlashKDA commits {geometry}", arch, first, chosen, reasons)
+    planner.log_choice(f"commits {geometry}, up to {max_requests} requests", arch, chosen, f"{path} asked for")
     return CommitPlan(geometry, max_requests, arch, chosen, reasons, planner.kernels_version())
 
 

@@ -123,5 +123,24 @@ class KernelBuildError(FlashKDAError, RuntimeError):
         super().__init__(message)
 
 
+class KernelNotFoundError(KernelBuildError):
+    """FLASHKDA_NO_JIT forbids to compile, and a kernel is neither in a pack nor in the cache.
+
+    kernel names it, reasons tell for each place that was looked at why it gave nothing, command would build it (""
+    where it is not known).
+    """
+
+    def __init__(self, kernel: str, reasons: Sequence[str], command: str = "", what: str = "") -> None:
+        self.kernel, self.command = kernel, command
+        self.reasons: tuple[str, ...] = tuple(reasons)
+        head = f"{what + ': ' if what else ''}{kernel} is not prebuilt, and FLASHKDA_NO_JIT forbids to compile it"
+        out = f"; build it with `{command}` and set FLASHKDA_KERNEL_PATH=DIR" if command else ""
+        super().__init__(_listing(f"{head}{out}. Looked at:", self.reasons))
+
+    def of(self, what: object, command: str) -> KernelNotFoundError:
+        """The same error, with what the kernel is wanted for and the command that builds it."""
+        return type(self)(self.kernel, self.reasons, command, str(what))
+
+
 class FallbackWarning(UserWarning):
     """The planner chose a slower path than the one asked for. Given once per geometry, with every reason."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 # Both are in docs/math.md. "exact", the rule token by token, keeps every promise; "chunked", the window at once on
 # tensor cores, is not lossless. Nothing chooses a mode but the caller.
 NUMERICS = ("exact", "chunked")
+
+_log = logging.getLogger("flashkda.planner")
 
 _HEAD_ROWS = 128
 _MOST_CLUSTER = 8  # the largest cluster that every architecture with clusters launches
@@ -348,6 +351,7 @@ def make_plan(
     elif not tile_fits(tile, geometry, arch, numerics):
         unfit = persistent_reasons(geometry, arch, numerics)
         raise GeometryError.of([Problem("tile", f"one that is not persistent, since {r}", str(tile)) for r in unfit])
+    log_choice(f"{kind.verb} {geometry}, up to {max_requests} requests", arch, chosen, f"{path} asked for, {tile}")
     return kind(geometry, max_requests, arch, chosen, tile, numerics, reasons, kernels_version())
 
 
@@ -394,6 +398,11 @@ def _resolve(capability: Capability, first: str) -> tuple[str, tuple[Reason, ...
     chosen = next(path for path in paths if capability.support(path).supported)  # the reference always is
     refused = paths[: paths.index(chosen)]
     return chosen, unique(reason for path in refused for reason in capability.support(path).reasons)
+
+
+def log_choice(what: str, arch: str, chosen: str, why: str) -> None:
+    """Tell those who listen what was planned."""
+    _log.info("%s on %s by the %s path (%s)", what, arch, chosen, why)
 
 
 _warned: set[tuple[object, ...]] = set()

@@ -1,39 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled kernels, in memory and on disk.
-
-On disk an entry is <cache>/<arch>/<name>-<digest>.o and, beside it, a .json with the key's fields and the object's
-SHA-256. An entry counts only when both agree; one that does not is renamed to *.corrupt and built again. One process
-compiles a key, others wait for it. Readers take no lock: whoever finds half an entry looks again under the lock.
-"""
+"""A compiled kernel, from wherever it can be had: memory, the packs of FLASHKDA_KERNEL_PATH, the cache on disk, and
+last the compiler, unless FLASHKDA_NO_JIT forbids it. One process compiles a key, others wait for it."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
+import functools
 import logging
-import os
-import stat
 import sys
-import tempfile
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-from flashkda.errors import KernelBuildError, NotPreparedError
-from flashkda.jit.compiler import Make, check_object, compile_kernel, load_bytes, load_object, require_toolchain
+from flashkda import config
+from flashkda.errors import ConfigError, KernelBuildError, KernelNotFoundError, NotPreparedError
+from flashkda.jit import packs, runtime
 from flashkda.jit.key import KernelKey
+from flashkda.jit.pool import Built, Make, Progress, Spec, build_all, raise_failures
+from flashkda.jit.store import Place, Unusable, warn_unusable
 
-# What a worker of prebuild receives: a module-level function and its arguments; it returns (key, recipe).
-Spec = tuple[Callable[..., tuple[KernelKey, Make]], tuple[Any, ...]]
+__all__ = [
+    "Built",
+    "Spec",
+    "build_kernel",
+    "entry_path",
+    "forget_loaded",
+    "is_loaded",
+    "load_kernel",
+    "prebuild",
+]
 
-LOCK_SECONDS = 900.0
-
-_log = logging.getLogger("flashkda")
+_log = logging.getLogger("flashkda.jit")
 
 _loaded: dict[KernelKey, Callable[..., None]] = {}
 _loading = threading.RLock()
@@ -50,11 +47,12 @@ def forget_loaded() -> None:
 
 
 def load_kernel(key: KernelKey, make: Make) -> Callable[..., None]:
-    """The compiled kernel, from memory, disk or the compiler.
+    """The compiled kernel, from memory, a pack, the cache or the compiler.
 
-    Takes the arguments of ``make`` in order, without the stream; see compiler.load_object.
-    Raises NotPreparedError under CUDA graph capture unless the kernel is in memory, KernelBuildError when it can be
-    neither loaded nor built. An unusable cache folder costs a RuntimeWarning and a compile in each process.
+    Takes the arguments of ``make`` in order, without the stream; see runtime.load_bytes.
+    Raises NotPreparedError under CUDA graph capture unless the kernel is in memory, KernelNotFoundError where it would
+    have to be compiled under FLASHKDA_NO_JIT, KernelBuildError when it can be neither loaded nor built. An unusable
+    cache folder costs a RuntimeWarning and a compile in each process.
     """
     function = _loaded.get(key)
     if function is not None:
@@ -70,236 +68,114 @@ def load_kernel(key: KernelKey, make: Make) -> Callable[..., None]:
 
 
 def build_kernel(key: KernelKey, make: Make) -> bool:
-    """Make sure that the kernel is on disk, without loading it; True when it was compiled now.
+    """Make sure that the kernel is in the cache on disk, without loading it; True when it was compiled now.
 
     Raises KernelBuildError, also where the cache folder cannot be written.
     """
-    entry = _Entry.of(key)
-    if entry is not None and entry.problem() is None:
+    place, limit = Place(key, config.cache_dir()), config.cache_limit()
+    problem = place.problem()
+    if problem is None:
         return False
-    if entry is not None:
-        with entry.lock() as locked:
-            if locked and entry.problem() is None:
+    with place.lock() as locked:
+        if locked:
+            if place.problem() is None:
                 return False
-            if locked and entry.store(compile_kernel(key, make)):
+            if _store(place, _compile(key, make, problem), limit):
                 return True
     raise KernelBuildError(f"{key} cannot be kept: the cache folder cannot be written; set FLASHKDA_CACHE_DIR")
 
 
 def entry_path(key: KernelKey) -> Path:
-    """Where the kernel's object is, or would be."""
-    from flashkda.config import cache_dir
-
-    return cache_dir() / key.arch / f"{key.name}-{key.digest}.o"
+    """Where the kernel's library is in the cache, or would be."""
+    return Place(key, config.cache_dir()).path
 
 
-@dataclass(frozen=True)
-class Built:
-    """One kernel of prebuild: ``compiled`` is False where it was on disk already; ``error`` is None where it is now."""
-
-    name: str
-    digest: str
-    compiled: bool
-    seconds: float
-    error: str | None = None
-
-
-def prebuild(
-    specs: Iterable[Spec], *, jobs: int | None = None, progress: Callable[[int, int, Built], None] | None = None
-) -> list[Built]:
-    """Compile many kernels to disk in ``jobs`` worker processes (default: one a usable core).
+def prebuild(specs: Iterable[Spec], *, jobs: int | None = None, progress: Progress | None = None) -> list[Built]:
+    """Compile many kernels to the cache in ``jobs`` worker processes (default: one a usable core).
 
     ``specs`` are picklable pairs (module-level function, its arguments); a worker calls the function for (key, recipe).
     ``progress(done, total, built)`` is called here after each. Results come in the order of ``specs``. Workers are
     spawned, so a script must guard its main code with ``if __name__ == "__main__"``.
     Raises KernelBuildError after all others are done, listing every kernel that failed.
     """
-    from concurrent.futures import ProcessPoolExecutor, as_completed
-    from concurrent.futures.process import BrokenProcessPool
-    from multiprocessing import get_context
-
     specs = list(specs)
-    if not specs:
-        return []
-    workers = min(jobs or len(os.sched_getaffinity(0)), len(specs))
-    with ProcessPoolExecutor(max_workers=workers, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(_build_spec, spec) for spec in specs]
-        try:
-            for done, future in enumerate(as_completed(futures), start=1):
-                if progress is not None:
-                    progress(done, len(specs), future.result())
-            built = [future.result() for future in futures]
-        except BrokenProcessPool as error:
-            raise KernelBuildError("a compiling process died: out of memory, or a crash of the DSL") from error
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    failed = [f"  - {one.error}" for one in built if one.error is not None]
-    if failed:
-        raise KernelBuildError("\n".join([f"{len(failed)} of {len(built)} kernels failed to build:", *failed]))
+
+    def done(count: int, built: Built) -> None:
+        if progress is not None:
+            progress(count, len(specs), built)
+
+    built = build_all(specs, _build, jobs=jobs, done=done)
+    raise_failures(built)
     return built
 
 
-def _build_spec(spec: Spec) -> Built:
-    start = time.perf_counter()
-    function, arguments = spec
-    name, digest = getattr(function, "__qualname__", repr(function)), ""
-    try:
-        key, make = function(*arguments)
-        name, digest = key.name, key.digest
-        compiled = build_kernel(key, make)
-    except (
-        Exception
-    ) as error:  # of any kind: it has to cross to the parent, where exceptions of the DSL may not unpickle
-        text = str(error) if isinstance(error, KernelBuildError) else f"{name}: {type(error).__name__}: {error}"
-        return Built(name, digest, False, time.perf_counter() - start, text)
-    return Built(name, digest, compiled, time.perf_counter() - start)
+def _build(key: KernelKey, make: Make) -> tuple[bool, None]:
+    return build_kernel(key, make), None
 
 
 def _obtain(key: KernelKey, make: Make) -> Callable[..., None]:
-    require_toolchain()
-    entry = _Entry.of(key)
-    if entry is None:
-        return load_bytes(key, compile_kernel(key, make))
-    function = entry.load()
-    if function is not None:
-        return function
-    with entry.lock() as locked:
-        function = entry.load() if locked else None
+    start = time.perf_counter()
+    reasons: list[str] = []
+    for folder in config.kernel_path():
+        function = _attempt(key, str(folder), functools.partial(packs.read, key, folder), start, reasons)
         if function is not None:
             return function
-        binary = compile_kernel(key, make)
-        if locked and entry.store(binary):
-            return load_object(key, entry.path)
-    return load_bytes(key, binary)
+    try:
+        place = Place(key, config.cache_dir())
+    except ConfigError as error:
+        if config.no_jit():
+            raise KernelNotFoundError(str(key), [*reasons, str(error)]) from error
+        warn_unusable(error)
+        return runtime.load_bytes(key, _compile(key, make, str(error)))
+    function = _attempt(key, str(place.path), place.read, start, reasons)
+    if function is not None:
+        return function
+    if config.no_jit():
+        raise KernelNotFoundError(str(key), reasons)
+    limit = config.cache_limit()
+    with place.lock() as locked:
+        if locked:  # another process may have built it while this one waited
+            function = _attempt(key, str(place.path), place.read, start, reasons)
+            if function is not None:
+                return function
+        binary = _compile(key, make, "; ".join(dict.fromkeys(reasons)))
+        if locked:
+            _store(place, binary, limit)
+    return runtime.load_bytes(key, binary)
+
+
+def _attempt(
+    key: KernelKey, where: str, read: Callable[[], bytes], start: float, reasons: list[str]
+) -> Callable[..., None] | None:
+    """The kernel as it is on disk; None, with one more reason, where it cannot be used."""
+    try:
+        function = runtime.load_bytes(key, read())
+    except (Unusable, KernelBuildError) as error:
+        reasons.append(str(error))
+        return None
+    _log.info("%s: loaded from %s in %.1f ms", key, where, 1e3 * (time.perf_counter() - start))
+    return function
+
+
+def _compile(key: KernelKey, make: Make, why: str) -> bytes:
+    from flashkda.jit import compiler  # with all that a compile needs: a hit does without
+
+    _log.info("%s: compiling (%s)", key, why)
+    start = time.perf_counter()
+    binary = compiler.compile_kernel(key, make)
+    _log.info("%s: compiled in %.1f s, %d bytes", key, time.perf_counter() - start, len(binary))
+    return binary
+
+
+def _store(place: Place, binary: bytes, limit: int | None) -> bool:
+    from flashkda.jit import cleaning
+
+    stored = place.store(binary)
+    cleaning.trim(place.root, limit, place.path)
+    return stored
 
 
 def _is_capturing() -> bool:
     torch = sys.modules.get("torch")
     # Only where torch has started CUDA can a stream of its be capturing; a build without CUDA has no such query.
     return torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-class _Entry:
-    """One kernel's place on disk."""
-
-    def __init__(self, key: KernelKey, path: Path) -> None:
-        self.key = key
-        self.path = path
-        self.sidecar = path.with_suffix(".json")
-
-    @classmethod
-    def of(cls, key: KernelKey) -> _Entry | None:
-        """The entry, its folder made; None, with a warning, where the folder cannot be used."""
-        path = entry_path(key)
-        try:
-            path.parents[2].mkdir(parents=True, exist_ok=True)
-            for folder in (path.parents[1], path.parent):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            status = path.parent.stat()
-            # Objects are code: in a folder of somebody else, or open to others, they could be anybody's. A folder that
-            # root made for all to read is fine.
-            if status.st_uid == os.geteuid():
-                if stat.S_IMODE(status.st_mode) != 0o700:
-                    path.parent.chmod(0o700)
-            elif status.st_uid != 0 or status.st_mode & 0o022:
-                raise PermissionError(f"{path.parent} belongs to user {status.st_uid}, or others can write to it")
-        except OSError as error:
-            _warn_unusable(error)
-            return None
-        return cls(key, path)
-
-    def problem(self) -> str | None:
-        """None for a good entry, else what is wrong with it."""
-        try:
-            note = json.loads(self.sidecar.read_text())
-            binary = self.path.read_bytes()
-        except FileNotFoundError as error:
-            return f"{error.filename} is missing"
-        except (OSError, ValueError) as error:
-            return str(error)
-        if not isinstance(note, dict) or note.get("key") != self.key.fields():
-            return f"{self.sidecar} is of another kernel"
-        if note.get("sha256") != hashlib.sha256(binary).hexdigest():
-            return f"{self.path} is not what was stored"
-        try:
-            check_object(self.key, binary)
-        except KernelBuildError as error:
-            return str(error)
-        return None
-
-    def load(self) -> Callable[..., None] | None:
-        """The loaded kernel; None where the entry is missing, bad or refused by the loader."""
-        if self.problem() is not None:
-            return None
-        try:
-            return load_object(self.key, self.path)
-        except KernelBuildError:
-            return None
-
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[bool]:
-        """Holds the key's lock between processes. Yields False, with a warning, where there can be none."""
-        from filelock import FileLock, Timeout
-
-        lock = FileLock(self.path.with_suffix(".lock"), mode=0o600)
-        try:
-            lock.acquire(timeout=LOCK_SECONDS)
-        except Timeout as error:
-            raise KernelBuildError(
-                f"{self.key}: another process has held {lock.lock_file} for {LOCK_SECONDS:.0f} s"
-            ) from error
-        except (OSError, NotImplementedError) as error:
-            _warn_unusable(error)
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            lock.release()
-
-    def store(self, binary: bytes) -> bool:
-        """Put the object and its sidecar in place, setting aside what is there. Call under the lock.
-
-        False, with a warning, where that fails.
-        """
-        note = {"key": self.key.fields(), "sha256": hashlib.sha256(binary).hexdigest()}
-        try:
-            self._set_aside()
-            _replace(self.path, binary)
-            # Last: it makes the entry count.
-            _replace(self.sidecar, json.dumps(note, indent=1, sort_keys=True).encode())
-        except OSError as error:
-            _warn_unusable(error)
-            return False
-        return True
-
-    def _set_aside(self) -> None:
-        problem = self.problem()
-        for path in (self.path, self.sidecar):
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(path, f"{path}.corrupt")
-                _log.warning(
-                    "%s is set aside as *.corrupt and built again (%s)", path, problem or "the loader refused it"
-                )
-
-
-def _replace(path: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-def _warn_unusable(error: Exception) -> None:
-    warnings.warn(
-        f"the kernel cache cannot be used, kernels are compiled in each process ({error}); "
-        "set FLASHKDA_CACHE_DIR to a folder of your own",
-        RuntimeWarning,
-        stacklevel=4,
-    )

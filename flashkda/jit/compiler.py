@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a kernel's key and recipe to a relocatable object, and from the object to a callable. Needs no GPU.
+"""From a kernel's key and recipe to a shared library. Needs no GPU.
 
-The DSL compiles; we keep what it exports: an object file with the host wrapper (TVM-FFI calling convention) and, inside
-it, the machine code. Loading needs the DSL's runtime and the FFI, but no linker and, until the first call, no driver.
+The DSL compiles; we keep what it exports: the host wrapper (TVM-FFI calling convention) and, inside it, the machine
+code. Linked against the DSL's runtime library and the FFI it loads without the DSL (see runtime). Where there is no
+linker the object is kept as it is, and the DSL has to load it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
-import re
+import logging
+import shutil
+import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashkda.errors import KernelBuildError
 from flashkda.jit.key import KernelKey
+from flashkda.jit.pool import Make
 from flashkda.jit.resources import (
     Resources,
     cubin_number,
@@ -28,11 +32,12 @@ from flashkda.jit.resources import (
     embedded_cubins,
     ptxas_spills,
 )
-
-# A recipe: imports the DSL, returns a jit callable and the fake arguments that describe its signature.
-Make = Callable[[], tuple[Any, tuple[Any, ...]]]
+from flashkda.jit.runtime import find_runtime, plain
 
 _MODULES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
+_LINKERS = ("ld", "ld.lld", "ld.gold", "ld.bfd", "mold")
+
+_log = logging.getLogger("flashkda.jit")
 
 # The DSL keeps its compile options and its MLIR context in process-wide objects.
 _COMPILING = threading.RLock()
@@ -47,13 +52,35 @@ def require_toolchain() -> None:
 
 
 def compile_kernel(key: KernelKey, make: Make) -> bytes:
-    """Compile the kernel and return its object file.
+    """Compile the kernel and return its shared library (a relocatable object where there is no linker).
 
     Raises KernelBuildError when the toolchain is missing, the DSL refuses the kernel, or the result is not a TVM-FFI
     function for exactly the key's architecture.
     """
     with _COMPILING:
-        return _export(key, _compile(key, make))
+        return link(key, _export(key, _compile(key, make)))
+
+
+class Measured(NamedTuple):
+    """A compiled kernel, the registers of a thread and the shared memory of a CTA in bytes (None: no cuobjdump)."""
+
+    binary: bytes
+    registers: int | None
+    shared_bytes: int | None
+
+
+def compile_measured(key: KernelKey, make: Make) -> Measured:
+    """compile_kernel, and what the kernel uses of a multiprocessor. Raises KernelBuildError as it does."""
+    with _COMPILING:
+        compiled = _compile(key, make)
+        binary = _export(key, compiled)
+        module = str(compiled.ir_module)
+    try:
+        usage = cubin_usage(embedded_cubins(binary)[0])
+    except KernelBuildError as error:
+        _log.info("registers and shared memory of %s are not known: %s", key, error)
+        return Measured(link(key, binary), None, None)
+    return Measured(link(key, binary), usage.registers, usage.static_shared_bytes + dynamic_shared_bytes(module))
 
 
 def inspect_kernel(key: KernelKey, make: Make, *, sass: bool = False) -> Resources:
@@ -87,28 +114,31 @@ def check_object(key: KernelKey, binary: bytes) -> None:
         raise KernelBuildError(f"object of {key}: expected code for {key.arch}, found {sorted(found) or 'none'}")
 
 
-def load_object(key: KernelKey, path: Path) -> Callable[..., None]:
-    """Load an object file that compile_kernel made.
+def link(key: KernelKey, binary: bytes) -> bytes:
+    """The object as a shared library; the object itself where no linker is found. Raises KernelBuildError."""
+    import tvm_ffi.libinfo
 
-    The result takes the arguments in order, without the stream (torch's current one is used); an argument that was
-    compiled as None stays in its place as None. CUDA starts with the first call. Raises KernelBuildError.
-    """
-    require_toolchain()
-    from cutlass.cute.runtime import load_module
-
-    try:
-        function: Callable[..., None] = load_module(str(path), enable_tvm_ffi=True)[key.symbol]
-    except Exception as error:  # the loader raises RuntimeError, OSError and types of its own
-        raise KernelBuildError(f"{path} cannot be loaded: {_plain(error)}") from error
-    return function
-
-
-def load_bytes(key: KernelKey, binary: bytes) -> Callable[..., None]:
-    """load_object of an object that is in memory only."""
+    linker = _find_linker()
+    if linker is None:
+        return binary
     with tempfile.TemporaryDirectory(prefix="flashkda-") as folder:
-        path = Path(folder) / "kernel.o"
-        path.write_bytes(binary)
-        return load_object(key, path)
+        source, target = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
+        source.write_bytes(binary)
+        # Bound at load, so that a runtime that lacks a symbol is refused then and not in the middle of a launch.
+        options = ("-shared", "-s", "-z", "now", "-z", "noexecstack", "-o", str(target))
+        libraries = (str(find_runtime()), tvm_ffi.libinfo.find_libtvm_ffi())
+        done = subprocess.run([linker, *options, str(source), *libraries], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise KernelBuildError(f"{key} cannot be linked by {linker}: {done.stderr.strip()}")
+        return target.read_bytes()
+
+
+@functools.cache
+def _find_linker() -> str | None:
+    found = next(filter(None, map(shutil.which, _LINKERS)), None)
+    if found is None:
+        _log.warning("no linker (%s) is on the PATH: what is compiled loads slowly, with the DSL", ", ".join(_LINKERS))
+    return found
 
 
 def _compile(key: KernelKey, make: Make, more: str = "") -> Any:
@@ -121,7 +151,7 @@ def _compile(key: KernelKey, make: Make, more: str = "") -> Any:
         # One string: a tuple of option objects is ignored in part, and without an architecture the DSL assumes one.
         compiled = cute.compile(function, *arguments, options=f"--gpu-arch {key.arch} --enable-tvm-ffi {more}".strip())
     except Exception as error:  # the DSL raises whatever the traced code raises, and types of its own
-        raise KernelBuildError(f"{key} does not compile: {_plain(error)}") from error
+        raise KernelBuildError(f"{key} does not compile: {plain(error)}") from error
     if not isinstance(compiled, TVMFFIJitCompiledFunctionWithKwargs):
         raise KernelBuildError(
             f"{key}: expected a TVM-FFI function from the DSL, found {type(compiled).__name__}; "
@@ -137,8 +167,3 @@ def _export(key: KernelKey, compiled: Any) -> bytes:
         binary = path.read_bytes()
     check_object(key, binary)
     return binary
-
-
-def _plain(error: BaseException) -> str:
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
-    return f"{type(error).__name__}: {text}"

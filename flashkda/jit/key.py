@@ -16,7 +16,7 @@ from flashkda.jit.digest import dsl_switches, source_digest, toolchain_versions
 Scalar: TypeAlias = str | int | float | bool | None
 
 # Raised when this package compiles or exports differently, so that older entries on disk are left alone.
-RECIPE = 1
+RECIPE = 2
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,18 @@ class KernelKey:
 
     def fields(self) -> dict[str, Any]:
         """All that the digest covers, as JSON values."""
+        return {**self.identity(), "toolchain": toolchain_versions()}
+
+    def identity(self) -> dict[str, Any]:
+        """Which kernel it is, whatever compiled it, as JSON values."""
         return {
             "recipe": RECIPE,
             "name": self.name,
             "params": dict(self.params),
             "arch": self.arch,
             "sources": source_digest(),
-            "toolchain": toolchain_versions(),
             "switches": dsl_switches(),
-            # The object holds host code too.
+            # The library holds host code too.
             "host": platform.machine(),
         }
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashkda import config
-from flashkda.errors import NotPreparedError, TensorError
+from flashkda.errors import KernelNotFoundError, NotPreparedError, TensorError
+from flashkda.kernel_sets import compile_command
 from flashkda.ops import commit_checks, commit_reference
 from flashkda.ops.commit_validate import LAYERED, check_records, check_requests, validate_commit
 from flashkda.ops.launch import is_capturing, signature, start_once
@@ -54,7 +55,12 @@ class CommitProgram:
             if is_capturing() and not specs.is_commit_loaded(plan.geometry, plan.arch):
                 text = "the commit kernel is not loaded, and nothing can be built or loaded under CUDA graph capture"
                 raise NotPreparedError(f"{text}; bind, or run once, before the capture")
-            self._kernel = specs.load_commit(plan.geometry, plan.arch)
+            try:
+                self._kernel = specs.load_commit(plan.geometry, plan.arch)
+            except KernelNotFoundError as error:
+                flags = {name: value for name, value in plan.geometry.to_dict().items() if isinstance(value, bool)}
+                command = compile_command(plan.geometry.verify, plan.arch, commit=flags)
+                raise error.of(plan.geometry, command) from None
 
     def table(self, layers: Layers) -> torch.Tensor | None:
         """The kernel's table of addresses, int64 [6, L] on the device; the reference needs none."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from flashkda import config
-from flashkda.errors import NotPreparedError, StaleBindingError, TensorError
+from flashkda.errors import KernelNotFoundError, NotPreparedError, StaleBindingError, TensorError
+from flashkda.kernel_sets import compile_command
 from flashkda.ops import checks, chunked_reference, decode_reference, reference, round_reference
 from flashkda.ops.validate import KERNELS, REQUESTS, ROWS, SPECS, Sizes, is_used, leading_size, validate, validate_step
 
@@ -283,7 +284,11 @@ def load(plan: Plan, kind: str, device: torch.device) -> Callable[..., Any]:
     if is_capturing() and not specs.is_loaded(*key):
         text = f"the {kind} kernel is not loaded, and nothing can be built or loaded under CUDA graph capture"
         raise NotPreparedError(f"{text}; bind and prepare, or run once, before the capture")
-    kernel = specs.load(*key)
+    try:
+        kernel = specs.load(*key)
+    except KernelNotFoundError as error:
+        command = compile_command(plan.geometry, plan.arch, numerics=plan.numerics)
+        raise error.of(plan.geometry, command) from None
     # Only the fused kernels have a persistent form.
     return _on_device(kernel, device) if plan.tile.persistent and kind.startswith("fused_") else kernel
 

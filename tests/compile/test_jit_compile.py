@@ -7,14 +7,16 @@ import hashlib
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
 from flashkda.errors import KernelBuildError
-from flashkda.jit import cache
-from flashkda.jit.compiler import check_object, compile_kernel, inspect_kernel, load_bytes
+from flashkda.jit import build_pack, cache
+from flashkda.jit.compiler import check_object, compile_kernel, compile_measured, inspect_kernel
 from flashkda.jit.key import KernelKey
 from flashkda.jit.resources import cubin_number, embedded_cubins, find_cuobjdump
+from flashkda.jit.runtime import find_runtime, is_library, load_bytes
 from tests.compile import jit_toys
 
 pytestmark = pytest.mark.compile
@@ -71,14 +73,7 @@ def test_a_second_process_loads_what_the_first_one_built():
     assert cache.build_kernel(key, make) is True
     assert cache.build_kernel(key, make) is False
     assert not cache.is_loaded(key)
-    script = (
-        "from tests.compile import jit_toys; from flashkda.jit import cache\n"
-        "key, make = jit_toys.axpy()\n"
-        "print(callable(cache.load_kernel(key, None)), cache.is_loaded(key))"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True"]
+    assert load_elsewhere() == LOADED
 
 
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "sidecar"])
@@ -96,6 +91,140 @@ def test_a_damaged_entry_is_set_aside_and_built_again(damage):
     assert callable(cache.load_kernel(key, make))
     assert path.read_bytes() == whole
     assert path.with_name(path.name + ".corrupt").exists()
+
+
+def load_elsewhere(**settings):
+    """What a fresh process says that loads the toy and calls it with too few arguments."""
+    script = (
+        "import sys; from tests.compile import jit_toys; from flashkda.jit import cache\n"
+        "key, make = jit_toys.axpy()\n"
+        "function = cache.load_kernel(key, None)\n"
+        "try: function()\n"
+        "except TypeError as error: print(str(error)[:20])\n"
+        "print(*sorted({'cutlass', 'triton'} & sys.modules.keys()))\n"
+        "print('/memfd:flashkda_toy_axpy' in open('/proc/self/maps').read())"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **settings}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+# It takes arguments; neither the DSL nor another compiler was imported; what was loaded is memory, not the file.
+LOADED = ["Expects 4 parameters", "", "True"]
+
+
+@pytest.fixture
+def pack(tmp_path):
+    """A pack of one toy, and the environment to find it in."""
+    build_pack([(jit_toys.axpy, ())], tmp_path / "pack", jobs=1)
+    return {
+        "FLASHKDA_KERNEL_PATH": str(tmp_path / "pack"),
+        "FLASHKDA_CACHE_DIR": str(tmp_path / "none"),
+        "FLASHKDA_NO_JIT": "1",
+    }
+
+
+def test_a_pack_loads_without_the_compiler(pack):
+    assert load_elsewhere(**pack) == LOADED
+
+
+def test_a_pack_loads_where_the_dsl_cannot_be_imported(pack, tmp_path):
+    """All that loading needs of it is the runtime library."""
+    (tmp_path / "block").mkdir()
+    (tmp_path / "block" / "cutlass.py").write_text("raise ImportError('there is no compiler here')")
+    path = os.pathsep.join([str(tmp_path / "block"), *(p for p in sys.path if p)])
+    assert load_elsewhere(**pack, PYTHONPATH=path) == LOADED
+
+
+def test_no_library_is_taken_for_another():
+    """Descriptors are used again, and the loader goes by the path: each kernel has to be its own."""
+    loaded = [cache.load_kernel(*jit_toys.axpy(bias=tag % 2 == 1, tag=tag)) for tag in range(4)]
+    for tag, function in enumerate(loaded):
+        with pytest.raises(TypeError, match="Expects 4 parameters") as caught:
+            function()
+        # It tells its signature.
+        assert ("bias: Tensor(" in str(caught.value)) == (tag % 2 == 1), str(caught.value)
+
+
+def test_memory_that_may_not_be_executed_falls_back_to_a_file(monkeypatch):
+    def refuse(*arguments):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert callable(cache.load_kernel(*jit_toys.axpy()))
+
+
+def test_without_a_linker_the_dsl_loads_the_object(monkeypatch, caplog):
+    from flashkda.jit import compiler
+
+    monkeypatch.setattr(compiler, "_find_linker", lambda: None)
+    key, make = jit_toys.axpy()
+    cache.build_kernel(key, make)
+    assert not is_library(cache.entry_path(key).read_bytes())
+    assert load_elsewhere() == ["Expects 4 parameters", "cutlass", "False"]
+
+
+def test_a_linker_that_fails_is_quoted(monkeypatch, tmp_path):
+    from flashkda.jit import compiler
+
+    (tmp_path / "ld").write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
+    (tmp_path / "ld").chmod(0o755)
+    monkeypatch.setattr(compiler, "_find_linker", lambda: str(tmp_path / "ld"))
+    with pytest.raises(KernelBuildError, match=r"cannot be linked by .*no such option"):
+        compile_kernel(*jit_toys.axpy())
+
+
+def test_the_linkers_that_are_looked_for(monkeypatch, tmp_path, caplog):
+    from flashkda.jit import compiler
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    compiler._find_linker.cache_clear()
+    try:
+        assert compiler._find_linker() is None and "no linker" in caplog.text
+        (tmp_path / "ld.lld").touch(0o755)
+        compiler._find_linker.cache_clear()
+        assert compiler._find_linker() == str(tmp_path / "ld.lld")
+    finally:
+        compiler._find_linker.cache_clear()
+
+
+def test_a_missing_runtime_is_named(monkeypatch):
+    from flashkda.jit import runtime
+
+    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("CUTE_DSL_LIBS", raising=False)
+    with pytest.raises(KernelBuildError, match="pip install nvidia-cutlass-dsl"):
+        find_runtime()
+
+
+@pytest.mark.parametrize(("cuda", "chosen"), [("12.8", "cu12"), ("13.1", "cu13"), ("14.0", "cu13"), (None, "cu13")])
+def test_the_flavour_that_goes_with_torch(monkeypatch, tmp_path, cuda, chosen):
+    from flashkda.jit import runtime
+
+    for flavour in ("cu12", "cu13"):
+        (tmp_path / flavour / "lib").mkdir(parents=True)
+        (tmp_path / flavour / "lib" / runtime.RUNTIME).touch()
+    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: spec)
+    version = types.SimpleNamespace(cuda=cuda)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(version=version))
+    monkeypatch.delenv("CUTE_DSL_LIBS", raising=False)
+    assert find_runtime().parts[-3] == chosen
+    (tmp_path / runtime.RUNTIME).touch()
+    monkeypatch.setenv("CUTE_DSL_LIBS", f"/nowhere/{runtime.RUNTIME}:{tmp_path / runtime.RUNTIME}")
+    assert find_runtime() == tmp_path / runtime.RUNTIME
+
+
+def test_a_pack_says_what_its_kernels_use(pack):
+    try:
+        find_cuobjdump()
+    except KernelBuildError as error:
+        pytest.skip(str(error))
+    key, make = jit_toys.rotate(values=16, shared=256)
+    found = compile_measured(key, make)
+    inspected = inspect_kernel(key, make)
+    assert (found.registers, found.shared_bytes) == (inspected.registers, inspected.shared_bytes)
+    assert is_library(found.binary)
 
 
 def test_the_loader_refuses_garbage():

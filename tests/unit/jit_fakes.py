@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flashkda.errors import KernelBuildError
-from flashkda.jit import cache
+from flashkda.jit import cache, compiler, runtime
 from flashkda.jit.key import KernelKey
 
 ARCH = "sm_90a"
@@ -24,7 +24,7 @@ def content(one: KernelKey) -> bytes:
 
 
 def install(patch, trace: Path, seconds: float = 0.0) -> None:
-    """Replace the compiler below the cache by `patch(name, function)`. Each compile appends a line to `trace`."""
+    """Replace compiler and loader by `patch(module, name, function)`. Each compile appends a line to `trace`."""
 
     def compile_kernel(one, make):
         with trace.open("a") as file:
@@ -43,26 +43,39 @@ def install(patch, trace: Path, seconds: float = 0.0) -> None:
         check_object(one, binary)
         return lambda: one
 
-    patch("compile_kernel", compile_kernel)
-    patch("check_object", check_object)
-    patch("load_bytes", load_bytes)
-    patch("load_object", lambda one, path: load_bytes(one, path.read_bytes()))
-    patch("require_toolchain", lambda: None)
+    def compile_measured(one, make):
+        return compiler.Measured(compile_kernel(one, make), 32, 1024)
+
+    patch(compiler, "compile_kernel", compile_kernel)
+    patch(compiler, "compile_measured", compile_measured)
+    patch(compiler, "check_object", check_object)
+    patch(runtime, "load_bytes", load_bytes)
 
 
 def load_in_worker(trace: str, seconds: float) -> str:
     """What a process of the concurrency test does."""
-    install(lambda name, function: setattr(cache, name, function), Path(trace), seconds)
+    install(setattr, Path(trace), seconds)
     recipe: Any = None  # the stand-in does not look at it
     return str(cache.load_kernel(key(), recipe)())
 
 
 def spec(trace: str, tag: int, make=None):
     """A spec for prebuild. It runs in the worker, so the stand-in is installed there."""
-    install(lambda name, function: setattr(cache, name, function), Path(trace))
+    install(setattr, Path(trace))
     return key(tag), make
 
 
 def dies():
     """A spec that takes its process down."""
     os._exit(9)
+
+
+def slow_spec(trace: str, tag: int):
+    """A spec that takes some time, to be interrupted in."""
+    install(setattr, Path(trace), 0.4)
+    return key(tag), None
+
+
+def unnamed():
+    """A spec that cannot even name its kernel."""
+    raise KernelBuildError("no such geometry")

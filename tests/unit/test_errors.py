@@ -24,6 +24,8 @@ EVERY = [
     errors.PlanMismatchError("other kernels"),
     errors.StaleBindingError("bind again"),
     errors.KernelBuildError("no compiler", missing=["nvidia-cutlass-dsl"]),
+    errors.KernelNotFoundError("commit() for sm_90a", ["a is empty", "b is closed"]),
+    errors.KernelNotFoundError("commit() for sm_90a", ["a is empty"]).of("CommitGeometry(...)", "flashkda compile"),
 ]
 
 
@@ -46,6 +48,7 @@ def test_pickles_whole(error):
         (errors.PlanMismatchError, RuntimeError),
         (errors.StaleBindingError, RuntimeError),
         (errors.KernelBuildError, RuntimeError),
+        (errors.KernelNotFoundError, errors.KernelBuildError),
         (errors.UnsupportedError, Exception),
     ],
 )
@@ -102,15 +105,40 @@ def test_verify_path_refuses_other_values(monkeypatch):
 @pytest.mark.parametrize(
     ("value", "expected"), [("", False), ("0", False), ("off", False), ("1", True), ("TRUE", True), ("yes", True)]
 )
-def test_debug_checks(monkeypatch, value, expected):
-    monkeypatch.setenv("FLASHKDA_DEBUG_CHECKS", value)
-    assert config.debug_checks() is expected
+@pytest.mark.parametrize(
+    ("name", "ask"), [("FLASHKDA_DEBUG_CHECKS", config.debug_checks), ("FLASHKDA_NO_JIT", config.no_jit)]
+)
+def test_switches(monkeypatch, name, ask, value, expected):
+    monkeypatch.setenv(name, value)
+    assert ask() is expected
 
 
-def test_debug_checks_refuses_other_values(monkeypatch):
-    monkeypatch.setenv("FLASHKDA_DEBUG_CHECKS", "maybe")
-    with pytest.raises(errors.ConfigError, match="'maybe'"):
-        config.debug_checks()
+@pytest.mark.parametrize(
+    ("name", "ask"), [("FLASHKDA_DEBUG_CHECKS", config.debug_checks), ("FLASHKDA_NO_JIT", config.no_jit)]
+)
+def test_switches_refuse_other_values(monkeypatch, name, ask):
+    monkeypatch.setenv(name, "maybe")
+    with pytest.raises(errors.ConfigError, match=f"{name}.*'maybe'"):
+        ask()
+
+
+def test_kernel_path(monkeypatch, tmp_path):
+    monkeypatch.delenv("FLASHKDA_KERNEL_PATH", raising=False)
+    assert config.kernel_path() == ()
+    monkeypatch.setenv("FLASHKDA_KERNEL_PATH", f"{tmp_path}::~/kernels:here")
+    assert config.kernel_path() == (tmp_path, Path.home() / "kernels", Path.cwd() / "here")
+
+
+def test_a_kernel_that_is_not_prebuilt():
+    error = errors.KernelNotFoundError("commit() for sm_90a", ["a is empty", "b is closed"])
+    found = error.of("CommitGeometry(...)", "flashkda compile --heads 5")
+    assert str(found).splitlines() == [
+        "CommitGeometry(...): commit() for sm_90a is not prebuilt, and FLASHKDA_NO_JIT forbids to compile it; "
+        "build it with `flashkda compile --heads 5` and set FLASHKDA_KERNEL_PATH=DIR. Looked at:",
+        "  - a is empty",
+        "  - b is closed",
+    ]
+    assert (found.kernel, found.command, found.reasons) == (error.kernel, "flashkda compile --heads 5", error.reasons)
 
 
 def test_cache_dir(monkeypatch, tmp_path):

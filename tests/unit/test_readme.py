@@ -22,7 +22,7 @@ from flashkda.ops.validate import SPECS
 from tools import readme_table
 
 ROOT = Path(__file__).parent.parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = DOCUMENTS[0].read_text()
 K3 = VerifyGeometry(12, 4)
 
@@ -68,17 +68,32 @@ def test_commands_exist(path):
     for script in re.findall(r"python ([a-z_/]+\.py)", text):
         assert (ROOT / script).is_file(), script
     if path.name == "README.md":
-        assert {"demo", "test", "bench", "gpu-evidence"} <= named
+        assert {"demo", "test", "bench", "docs", "gpu-evidence"} <= named
 
 
-def test_the_example_runs():
+def run(*command):
+    """What a Python command prints, run in the checkout."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASHKDA_VERIFY")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     environment["OMP_NUM_THREADS"] = "1"  # tensors this small are slower on more, and much slower on a busy machine
-    command = [sys.executable, str(ROOT / "examples" / "engine.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("the same outputs") == 3
+    return done.stdout
+
+
+def test_the_example_runs():
+    printed = run("examples/engine_layer.py")
+    assert printed.count("the same outputs") == 3
+
+
+def test_the_command_lines_run():
+    # `compile` of the same set takes its time: `make kernels` runs it, and tests/unit/test_docs.py looks at its flags.
+    lines = [line.split("#")[0].split() for line in README.split("\n") if line.startswith("flashkda ")]
+    assert [line[1] for line in lines] == ["info", "query", "compile"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert " ".join(lines[2][:-1]) in makefile
+    assert "would run" in run("-m", *lines[0])
+    assert "supported" in run("-m", *lines[1])
 
 
 # --- tables and names -----------------------------------------------------------------------------------------------
@@ -102,7 +117,7 @@ def test_the_limits_and_presets():
 
 def test_the_environment_variables():
     config = (ROOT / "flashkda" / "config.py").read_text()
-    read = set(re.findall(r'environ\.get\("(FLASHKDA_\w+)"', config))
+    read = set(re.findall(r'(?:environ\.get|_switch)\("(FLASHKDA_\w+)"', config))
     assert {row[0] for row in table(README, "variable")} == read
     for path in DOCUMENTS:
         assert set(re.findall(r"\bFLASHKDA_\w+", path.read_text())) <= read

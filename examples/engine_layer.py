@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small engine around FlashKDA's verify and commit: `python examples/engine.py`, on a GPU or on the CPU.
+"""A Kimi K3 layer as an engine holds it, and a small engine around it: `python examples/engine_layer.py`.
 
-It has what a serving engine has: KDA layers with pools of their own, a batch of fixed size whose idle places are null,
-ragged windows of accepted tokens and rejected drafts, conv and record bindings made apart and joined by a VerifyLayer,
-a commit of all layers, CUDA graphs where there is a GPU, and pools that move while requests are being served.
+A `Layer` has weights, pools and records of its own, and three things to run: the verify of a step with drafts, whose
+conv and record bindings are made apart and joined by a VerifyLayer; the decode of a step without; and its part in the
+commit of all layers. The `Engine` asks what the device can do, plans, has the layers bind, and captures verify, commit
+and decode in CUDA graphs where there is a GPU; on the CPU it runs the reference. Its batch has a fixed size, idle
+places are null, windows are ragged, and the pools move while requests are being served.
 
 Each request's tokens are known beforehand, and so are the rows that a model's projections would give for them. The
 engine drafts: some drafts are the request's next tokens (they are accepted), the others are noise. In the end the
-accepted outputs have to be those of the same engine without drafts, to the bit.
+accepted outputs have to be those of the same engine without drafts, which decodes only, to the bit.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -27,6 +30,27 @@ HEADS, DIM, CHANNELS = GEOMETRY.heads, GEOMETRY.head_dim, GEOMETRY.channels
 WIDTH = CHANNELS + 2 * HEADS * DIM + -(-HEADS // 8) * 8
 
 
+class Plans:
+    """What every layer and the commit run by: made once, before any memory is laid out."""
+
+    def __init__(self, device: str) -> None:
+        arch = flashkda.capability.detect_arch(device)
+        capability = flashkda.query(GEOMETRY, arch)
+        for reason in capability.fused.reasons:
+            print(f"no fused path: {reason}")
+        self.verify = flashkda.plan_verify(GEOMETRY, PLACES, device=device)
+        # States, windows and records of the reference are for the reference: all three go by one backend.
+        path = "reference" if self.verify.path == "reference" else "auto"
+        self.decode = flashkda.plan_decode(GEOMETRY, PLACES, device=device, path=path)
+        of_all_layers = flashkda.CommitGeometry(GEOMETRY, LAYERS)
+        self.commit = flashkda.plan_commit(of_all_layers, PLACES, device=device, path=path)
+
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph can hold the runs: the reference reads metadata on the host."""
+        return self.verify.path != "reference"
+
+
 class Batch:
     """The buffers that all layers share. They stay where they are, so that a graph finds them: an engine writes
     each step's lengths, slots and counts into them."""
@@ -38,15 +62,15 @@ class Batch:
 
 
 class Layer:
-    """One KDA layer: weights, pools, and its verify."""
+    """One KDA layer: weights, records, pools, and its runs."""
 
-    def __init__(self, plan: flashkda.Plan, batch: Batch, slots: int, device: str, seed: int) -> None:
+    def __init__(self, plans: Plans, batch: Batch, slots: int, device: str, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def weight(*shape: int) -> Tensor:
             return (torch.randn(shape, generator=generator) * 0.5).to(device)
 
-        self.plan, self.batch = plan, batch
+        self.plans, self.batch = plans, batch
         self.conv_weight, self.norm_weight = weight(CHANNELS, 4), weight(DIM)
         self.A_log, self.dt_bias = weight(HEADS), weight(HEADS, DIM)
         rows, window = PLACES * GEOMETRY.window, GEOMETRY.window
@@ -61,36 +85,40 @@ class Layer:
         self.key_gate = empty(PLACES, HEADS, window, 2 * DIM)
         self.state = torch.zeros(slots, HEADS, DIM, DIM, device=device)
         self.conv_state = empty(slots, GEOMETRY.conv_columns, CHANNELS).zero_().transpose(1, 2)
-        self.verify = flashkda.VerifyLayer(plan)
+        self.verify = flashkda.VerifyLayer(plans.verify)
         self.bind()
 
     def bind(self) -> None:
-        """Both bindings, as the two halves of an engine make them. What was bound before becomes stale."""
+        """All bindings, the verify's two as the two halves of an engine make them. What was bound before is stale."""
         gate, z, beta = self.projection[:, CHANNELS:].tensor_split([HEADS * DIM, 2 * HEADS * DIM], dim=1)
-        self.verify.conv = self.plan.bind_short_conv(
-            mixed_qkv=self.projection[:, :CHANNELS],
-            conv_weight=self.conv_weight,
-            conv_state=self.conv_state,
-            num_accepted=self.batch.num_accepted,
-            qkv=self.qkv,
-            query_start_loc=self.batch.query_start_loc,
-            state_indices=self.batch.state_indices,
-        )
-        self.verify.record = self.plan.bind_record(
-            qkv=self.qkv,
-            raw_gate=gate.unflatten(1, (HEADS, DIM)),
-            raw_beta=beta[:, :HEADS],
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            state=self.state,
-            output_gate=z.unflatten(1, (HEADS, DIM)),
-            norm_weight=self.norm_weight,
-            out=self.out,
-            corrections=self.corrections,
-            key_gate=self.key_gate,
-            query_start_loc=self.batch.query_start_loc,
-            state_indices=self.batch.state_indices,
-        )
+        requests = {"query_start_loc": self.batch.query_start_loc, "state_indices": self.batch.state_indices}
+        conv = {
+            "mixed_qkv": self.projection[:, :CHANNELS],
+            "conv_weight": self.conv_weight,
+            "conv_state": self.conv_state,
+            "num_accepted": self.batch.num_accepted,
+            **requests,
+        }
+        rule = {
+            "raw_gate": gate.unflatten(1, (HEADS, DIM)),
+            "raw_beta": beta[:, :HEADS],
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "state": self.state,
+            "output_gate": z.unflatten(1, (HEADS, DIM)),
+            "norm_weight": self.norm_weight,
+            "out": self.out,
+            **requests,
+        }
+        records = {"corrections": self.corrections, "key_gate": self.key_gate}
+        self.verify.conv = self.plans.verify.bind_short_conv(qkv=self.qkv, **conv)
+        self.verify.record = self.plans.verify.bind_record(qkv=self.qkv, **rule, **records)
+        self.verify.finalize()
+        # A decode has one row a place at most.
+        rows = {
+            name: (conv | rule)[name][:PLACES] for name in ("mixed_qkv", "raw_gate", "raw_beta", "output_gate", "out")
+        }
+        self.decode = self.plans.decode.bind(**(conv | rule | rows))
 
     def move_pools(self, slots: int) -> None:
         """Larger pools elsewhere, with the same contents in their first slots."""
@@ -103,57 +131,44 @@ class Layer:
 
 
 class Engine:
-    """Layers, a batch, and a graph where the plan's path can be captured."""
+    """Layers, a batch, and graphs where the plan's path can be captured."""
 
     def __init__(self, device: str) -> None:
-        self.plan = flashkda.plan_verify(GEOMETRY, PLACES, device=device)
-        # Records of the reference are for the reference's commit.
-        path = "reference" if self.plan.path == "reference" else "auto"
-        self.commit_plan = flashkda.plan_commit(
-            flashkda.CommitGeometry(GEOMETRY, LAYERS), PLACES, device=device, path=path
-        )
-        self.batch = Batch(device)
-        self.layers = [Layer(self.plan, self.batch, 1 + PLACES, device, seed) for seed in range(LAYERS)]
-        self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.capture()
+        self.plans, self.batch = Plans(device), Batch(device)
+        self.layers = [Layer(self.plans, self.batch, 1 + PLACES, device, seed) for seed in range(LAYERS)]
+        self.prepare()
 
-    def capture(self) -> None:
-        """Join the bindings, bind the commit, and capture the verify of all layers and the commit."""
-        for layer in self.layers:
-            layer.verify.finalize()
+    def prepare(self) -> None:
+        """Bind the commit of all layers to their pools, and capture what a step runs."""
         names = ("state", "corrections", "key_gate", "A_log", "dt_bias")
-        self.commit = self.commit_plan.bind(
+        # Kept: its tables of addresses are read by the graph.
+        self.commit_binding = self.plans.commit.bind(
             accepted=self.batch.num_accepted,
             state_indices=self.batch.state_indices,
             check_metadata=None,
             **{name: [getattr(layer, name) for layer in self.layers] for name in names},
         )
-        self.graphs.clear()
-        if self.plan.path == "reference":
-            return
-        self.batch.state_indices.zero_()  # the first calls, of null requests: they write nothing but zeros to out
-        for layer in self.layers:
-            layer.verify.run()
-        torch.cuda.synchronize()
-        for run in (self.verify, self.commit.run):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                run()
-            self.graphs.append(graph)
+        self.verify = self.captured(lambda: [layer.verify.run() for layer in self.layers])
+        self.decode = self.captured(lambda: [layer.decode.run() for layer in self.layers])
+        self.commit = self.captured(self.commit_binding.run)
 
-    def verify(self) -> None:
-        """A launch a layer, on the fused path."""
-        for layer in self.layers:
-            layer.verify.run()
+    def captured(self, run: Callable[[], object]) -> Callable[[], object]:
+        """The run as a replay of a CUDA graph, where there can be one. Bind has prepared it, so it may be captured."""
+        if not self.plans.captured:
+            return run
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph.replay
 
     def move_pools(self) -> None:
         """What an engine does when its memory is laid out anew: bind again, capture again."""
         for layer in self.layers:
             layer.move_pools(2 * (1 + PLACES))
-        self.capture()
+        self.prepare()
 
     def step(self, windows: list[Tensor | None], accepted: list[int]) -> None:
-        """Verify one window a place ([LAYERS, tokens, WIDTH], or None), then commit what was accepted of each."""
+        """Run one window a place ([LAYERS, tokens, WIDTH], or None), and keep what was accepted of each."""
         lengths = [0 if window is None else window.shape[1] for window in windows]
         starts = torch.tensor([0, *lengths]).cumsum(0)
         slots = [0 if window is None else 1 + place for place, window in enumerate(windows)]
@@ -163,12 +178,16 @@ class Engine:
             if window is not None:
                 for layer, rows in zip(self.layers, window, strict=True):
                     layer.projection[int(starts[place]) : int(starts[place + 1])] = rows
-        verify, commit = [graph.replay for graph in self.graphs] or [self.verify, self.commit.run]
-        verify()
-        # Read by the commit, and by the next verify to find the conv history. Idle places are null: the commit skips
+        drafted = max(lengths) > 1
+        if drafted:
+            self.verify()
+        else:  # the state it leaves is the next one
+            self.decode()
+        # Read by the commit, and by the next step to find the conv history. Idle places are null: the commit skips
         # them.
         self.batch.num_accepted.copy_(torch.tensor(accepted))
-        commit()
+        if drafted:
+            self.commit()
 
 
 def serve(device: str, streams: list[Tensor], drafting: bool) -> list[Tensor]:
@@ -198,7 +217,7 @@ def serve(device: str, streams: list[Tensor], drafting: bool) -> list[Tensor]:
         if steps == 2:
             engine.move_pools()
     kind = "with" if drafting else "without"
-    print(f"{kind} drafts: {sum(done)} tokens in {steps} steps on the {engine.plan.path} path")
+    print(f"{kind} drafts: {sum(done)} tokens in {steps} steps on the {engine.plans.verify.path} path")
     return [torch.cat(parts, dim=1) for parts in outputs]
 
 
