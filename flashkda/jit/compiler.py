@@ -118,7 +118,7 @@ def link(key: KernelKey, binary: bytes) -> bytes:
     """The object as a shared library; the object itself where no linker is found. Raises KernelBuildError."""
     import tvm_ffi.libinfo
 
-    linker = _find_linker()
+    linker = find_linker()
     if linker is None:
         return binary
     with tempfile.TemporaryDirectory(prefix="flashkda-") as folder:
@@ -134,7 +134,8 @@ def link(key: KernelKey, binary: bytes) -> bytes:
 
 
 @functools.cache
-def _find_linker() -> str | None:
+def find_linker() -> str | None:
+    """Path of a linker; None, with a warning, where there is none."""
     found = next(filter(None, map(shutil.which, _LINKERS)), None)
     if found is None:
         _log.warning("no linker (%s) is on the PATH: what is compiled loads slowly, with the DSL", ", ".join(_LINKERS))

@@ -124,8 +124,7 @@ def find_runtime() -> Path:
     """
     # The DSL's own setting, which its loader honours too.
     named = [Path(name) for name in os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep) if name.endswith(RUNTIME)]
-    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
-    roots = [Path(root) for root in (spec.submodule_search_locations or () if spec is not None else ())]
+    roots = _dsl_folders()
     found = {
         int(re.sub(r"\D", "", path.parts[-3])): path for root in roots for path in root.glob(f"cu[0-9]*/lib/{RUNTIME}")
     }
@@ -138,6 +137,17 @@ def find_runtime() -> Path:
             return path
     text = f"kernels need {RUNTIME} of nvidia-cutlass-dsl: pip install nvidia-cutlass-dsl"
     raise KernelBuildError(text, missing=["nvidia-cutlass-dsl"])
+
+
+def _dsl_folders() -> list[Path]:
+    """Where the DSL's wheels are unpacked."""
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    if spec is not None:
+        return [Path(root) for root in spec.submodule_search_locations or ()]
+    spec = importlib.util.find_spec(
+        "cutlass"
+    )  # nvidia_cutlass_dsl/dsl_packages/cutlass: its folder alone is on the path
+    return [Path(spec.origin).parents[2]] if spec is not None and spec.origin else []
 
 
 def plain(error: BaseException) -> str:

@@ -53,11 +53,12 @@ def test_a_warm_start(pack, tmp_path, capsys):
     for _ in range(5):  # a busy machine only ever makes it slower
         found = coldstart.warm(ARCH, 3, **settings)
         assert found["kernels"] == 16
-        if found["fastest_ms"]["load"] < WARM_MS:
+        if found["fastest_ms"]["load_cpu"] < WARM_MS:
             break
     with capsys.disabled():
         print(f"\nwarm start, fastest of {found['processes']}, ms: {found['fastest_ms']}")
-    assert found["fastest_ms"]["load"] < WARM_MS
+    # The processor's time: the wall's, printed above, is also that of others.
+    assert found["fastest_ms"]["load_cpu"] < WARM_MS
 
 
 def test_the_report_is_whole_without_a_gpu(pack, tmp_path):

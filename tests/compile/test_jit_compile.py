@@ -157,7 +157,7 @@ def test_memory_that_may_not_be_executed_falls_back_to_a_file(monkeypatch):
 def test_without_a_linker_the_dsl_loads_the_object(monkeypatch, caplog):
     from flashkda.jit import compiler
 
-    monkeypatch.setattr(compiler, "_find_linker", lambda: None)
+    monkeypatch.setattr(compiler, "find_linker", lambda: None)
     key, make = jit_toys.axpy()
     cache.build_kernel(key, make)
     assert not is_library(cache.entry_path(key).read_bytes())
@@ -169,7 +169,7 @@ def test_a_linker_that_fails_is_quoted(monkeypatch, tmp_path):
 
     (tmp_path / "ld").write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
     (tmp_path / "ld").chmod(0o755)
-    monkeypatch.setattr(compiler, "_find_linker", lambda: str(tmp_path / "ld"))
+    monkeypatch.setattr(compiler, "find_linker", lambda: str(tmp_path / "ld"))
     with pytest.raises(KernelBuildError, match=r"cannot be linked by .*no such option"):
         compile_kernel(*jit_toys.axpy())
 
@@ -178,14 +178,14 @@ def test_the_linkers_that_are_looked_for(monkeypatch, tmp_path, caplog):
     from flashkda.jit import compiler
 
     monkeypatch.setenv("PATH", str(tmp_path))
-    compiler._find_linker.cache_clear()
+    compiler.find_linker.cache_clear()
     try:
-        assert compiler._find_linker() is None and "no linker" in caplog.text
+        assert compiler.find_linker() is None and "no linker" in caplog.text
         (tmp_path / "ld.lld").touch(0o755)
-        compiler._find_linker.cache_clear()
-        assert compiler._find_linker() == str(tmp_path / "ld.lld")
+        compiler.find_linker.cache_clear()
+        assert compiler.find_linker() == str(tmp_path / "ld.lld")
     finally:
-        compiler._find_linker.cache_clear()
+        compiler.find_linker.cache_clear()
 
 
 def test_a_missing_runtime_is_named(monkeypatch):
@@ -195,6 +195,17 @@ def test_a_missing_runtime_is_named(monkeypatch):
     monkeypatch.delenv("CUTE_DSL_LIBS", raising=False)
     with pytest.raises(KernelBuildError, match="pip install nvidia-cutlass-dsl"):
         find_runtime()
+
+
+def test_the_runtime_is_found_beside_the_dsl(monkeypatch):
+    """Where the DSL's folder is on the path, and not the one above it."""
+    from flashkda.jit import runtime
+
+    expected, real = find_runtime(), runtime.importlib.util.find_spec
+    monkeypatch.setattr(
+        runtime.importlib.util, "find_spec", lambda name: None if name == "nvidia_cutlass_dsl" else real(name)
+    )
+    assert find_runtime() == expected
 
 
 @pytest.mark.parametrize(("cuda", "chosen"), [("12.8", "cu12"), ("13.1", "cu13"), ("14.0", "cu13"), (None, "cu13")])
