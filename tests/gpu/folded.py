@@ -93,10 +93,10 @@ def _apart(setup: Setup, case: Case) -> Any:
     plan = plan_commit(CommitGeometry(geometry, 1), max(1, len(case.lengths)), device=setup.device, strict=True)
     accepted = torch.where(lengths > 0, case["num_accepted"], 0).to(torch.int32)
     names = ("state", "corrections", "key_gate", "A_log", "dt_bias")
-    optional = {"record_indices": case["record_indices"]} if geometry.records == "indices" else {}
-    commit = plan.bind(
-        **{name: [case[name]] for name in names}, accepted=accepted, state_indices=case["state_indices"], **optional
-    )
+    tensors: dict[str, Any] = {name: [case[name]] for name in names}
+    if geometry.records == "indices":
+        tensors["record_indices"] = case["record_indices"]
+    commit = plan.bind(**tensors, accepted=accepted, state_indices=case["state_indices"])
     verify = setup.bind_whole(case)
 
     def run() -> None:

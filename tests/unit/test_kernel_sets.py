@@ -67,12 +67,22 @@ def test_the_set_of_a_kimi_k3_rank():
     names = sorted(function(*values)[0].name for function, values in kernel_set(K3, ["sm_90a"]))
     assert names == sorted(
         [
-            *3 * ["fused_verify", "record", "fused_decode", "decode_rule"],
+            *3 * ["record", "decode_rule"],
+            *2 * ["fused_verify", "fused_decode"],
+            "persistent_verify",
+            "persistent_decode",
             "short_conv",
             "gated_rms_norm",
             *2 * ["commit"],
         ]
     )
+
+
+def test_modes_and_the_folded_round():
+    names = {key.name for key in keys(K3, ["sm_90a"], numerics=["chunked"])}
+    assert {"fused_verify_chunked", "record_chunked"} <= names and not {"fused_verify", "record"} & names
+    counted = {key.name for key in keys(K3.replace(has_num_accepted=True), ["sm_90a"])}
+    assert {"fused_round", "persistent_round"} <= counted
 
 
 def test_several_architectures_and_commits():
@@ -124,6 +134,11 @@ class TestCommand:
         found = compile_command(VerifyGeometry(heads=5, window=3), "sm_90a")
         assert found == "flashkda compile --heads 5 --window 3 --arch sm_90a --out DIR"
 
+    def test_a_mode_and_a_commit(self):
+        found = compile_command(K3, "sm_90a", numerics="chunked", commit={"compact": True, "has_dst": True})
+        assert "--numerics chunked --commit compact,dst --arch" in found
+        assert "--commit" not in compile_command(K3, "sm_90a", commit={"compact": True, "has_dst": False})
+
 
 class TestMiss:
     @pytest.fixture(autouse=True)
@@ -137,11 +152,11 @@ class TestMiss:
         geometry = K3.replace(null_slot=77)
         plan = kind(geometry, 4, "sm_90a", "fused", specs_tile(), "exact", (), "")
         with pytest.raises(KernelNotFoundError) as caught:
-            launch._load(plan, "fused_verify")
+            launch.load(plan, "fused_verify", torch.device("cuda", 0))
         text = str(caught.value)
         command = compile_command(geometry, "sm_90a")
         assert str(geometry) in text and f"`{command}`" in text and "FLASHKDA_KERNEL_PATH" in text
-        assert caught.value.command == command and "fused_verify(" in caught.value.kernel
+        assert caught.value.command == command and "persistent_verify(" in caught.value.kernel
         assert isinstance(caught.value, KernelBuildError)
 
     def test_a_commit_does_too(self):
