@@ -112,13 +112,14 @@ def _padding(rows: int, arch: str) -> int:
 
 
 def _occupancy(traits: Traits, fuse: bool, arch: str) -> Traits:
-    """Drops the staging of the state where it does not fit, and says how many CTAs share an SM (up to two of 256
-    threads, three where none holds the state in registers): the compiler then keeps to the registers that this leaves.
-    """
-    available = _shared_memory(arch)
+    """Drops the padding of a chunked kernel and the staging of the state where they do not fit, and says how many CTAs
+    share an SM (up to two of 256 threads, three where none holds the state in registers): the compiler then keeps to
+    the registers that this leaves."""
+    available, chunked = _shared_memory(arch), isinstance(traits, ChunkedTraits)
+    if chunked and traits.shared_bytes(fuse) + 2 * _RESERVED > available:
+        traits = replace(traits, padding=0)
     if traits.shared_bytes(fuse) + 2 * _RESERVED > available:
         traits = replace(traits, bulk_state=False)
-    chunked = isinstance(traits, ChunkedTraits)
     fit = available // (traits.shared_bytes(fuse) + (_RESERVED + 512 if chunked else 2 * _RESERVED))
     if fuse and traits.conv_layout == "DS" and traits.capacity > 8:
         fit = 1  # a long window's taps, channel by channel, take more registers than two CTAs would leave
