@@ -123,7 +123,9 @@ def _occupancy(traits: Traits, fuse: bool, arch: str) -> Traits:
     fit = available // (traits.shared_bytes(fuse) + (_RESERVED + 512 if chunked else 2 * _RESERVED))
     if fuse and traits.conv_layout == "DS" and traits.capacity > 8:
         fit = 1  # a long window's taps, channel by channel, take more registers than two CTAs would leave
-    most = 768 if chunked and fuse and traits.rows == HEAD_DIM else 512
+    # Loads of single elements, from the state or a channel-major window, take the registers of a third CTA.
+    vectors = traits.bulk_state and traits.conv_layout == "SD"
+    most = 768 if chunked and fuse and traits.rows == HEAD_DIM and vectors else 512
     return replace(traits, min_blocks=max(1, min(fit, most // traits.threads)))
 
 
