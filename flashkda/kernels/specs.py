@@ -120,20 +120,22 @@ def _padding(rows: int, arch: str) -> int:
 
 
 def _occupancy(traits: Traits, fuse: bool, arch: str) -> Traits:
-    """Drops the staging of the state where it does not fit, and says how many CTAs share an SM (up to two of 256
-    threads, three where none holds the state in registers): the compiler then keeps to the registers that this leaves.
-    """
-    available = _shared_memory(arch)
-    chunked = isinstance(traits, ChunkedTraits)
-    most = (768 if chunked and fuse and traits.rows == HEAD_DIM else 512) // traits.threads
-    if traits.persistent:
-        most = 2
-    wanted = most if traits.persistent else 1
+    """Drops the padding of a chunked kernel and the staging of the state where they do not fit, and says how many CTAs
+    share an SM (up to two of 256 threads, three where none holds the state in registers, two of a persistent kernel):
+    the compiler then keeps to the registers that this leaves."""
+    available, chunked = _shared_memory(arch), isinstance(traits, ChunkedTraits)
+    if chunked and traits.shared_bytes(fuse) + 2 * _RESERVED > available:
+        traits = replace(traits, padding=0)
+    wanted = 2 if traits.persistent else 1
     if wanted * (traits.shared_bytes(fuse) + 2 * _RESERVED) > available:
         traits = replace(traits, bulk_state=False)
     fit = available // (traits.shared_bytes(fuse) + (_RESERVED + 512 if chunked else 2 * _RESERVED))
     if fuse and traits.conv_layout == "DS" and traits.capacity > 8:
         fit = 1  # a long window's taps, channel by channel, take more registers than two CTAs would leave
+    # Loads of single elements, from the state or a channel-major window, take the registers of a third CTA.
+    vectors = traits.bulk_state and traits.conv_layout == "SD"
+    threads = 768 if chunked and fuse and traits.rows == HEAD_DIM and vectors else 512
+    most = 2 if traits.persistent else threads // traits.threads
     return replace(traits, min_blocks=max(1, min(fit, most)))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashkda import plan_decode, plan_verify, preset
+from flashkda import plan_decode, plan_round, plan_verify, preset
 from flashkda.capability import ARCHITECTURES
 from flashkda.commit import CommitGeometry, plan_commit
 from flashkda.decode import DecodePlan
@@ -45,6 +45,9 @@ def asked_for(geometry, arch, requests):
         decode = plan_decode(geometry, requests, path=path, arch=arch, strict=True)
         for plan, binding in ((verify, VerifyBinding), (decode, DecodeBinding)):
             found |= {specs.make_spec(kind, geometry, plan.tile, arch)[0] for kind in binding.kinds(plan)}
+    if geometry.has_num_accepted and "fused" in paths:
+        tile = plan_round(geometry, requests, path="fused", arch=arch).tile
+        found.add(specs.make_spec("fused_round", geometry, tile, arch)[0])
     return found
 
 
