@@ -306,8 +306,8 @@ def plan_verify(
                    "exact": the rule token by token, with every promise of docs/math.md.
                    "chunked": the window at once, S0 [p|r] on tensor cores; faster where requests and tokens are many.
                    Gives up one promise, losslessness: verify and commit do not give the bits of decoding token by
-                   token. u and o differ from the exact mode's in the last bits (of a row's largest magnitude about
-                   1e-6, so that of out's bf16 values about one in a thousand is the neighbouring one), the state that a
+                   token. u and o differ from the exact mode's in the last bits (u by 5e-7 of its row's largest
+                   magnitude at most in what was measured, and 2 in 10,000 of out's bf16 values), the state that a
                    commit folds from u by as little. Fused = decomposed, batch, prefix and rank invariance hold within
                    the mode, to the bit, and any gate is safe.
     tile           in place of the planner's choice, to tune; the reference has none
