@@ -19,14 +19,16 @@ from flashkda.commit import CommitGeometry
 from flashkda.geometry import VerifyGeometry, preset
 from flashkda.kernels.specs import KINDS, make_commit_spec, make_spec
 from flashkda.planner import CHUNKED_TILES, TILES, Tile, tile_fits
+from flashkda.round import TILE_RULES as ROUND_RULES
 
 CLUSTER_ARCHS = ("sm_90a", "sm_100a", "sm_120a")
 # The same code as sm_100a but for its name: one kernel of each kind.
 SIBLING_ARCH = "sm_103a"
 DECOMPOSED_ARCHS = ("sm_80", "sm_89")
 CHUNKED_KINDS = ("record_chunked", "fused_verify_chunked")
-TILED_KINDS = ("record", "fused_verify", "fused_decode", "decode_rule", *CHUNKED_KINDS)
-FUSED_KINDS = ("fused_verify", "fused_decode", "fused_verify_chunked")
+TILED_KINDS = ("record", "fused_verify", "fused_decode", "decode_rule", "fused_round", *CHUNKED_KINDS)
+FUSED_KINDS = ("fused_verify", "fused_decode", "fused_round", "fused_verify_chunked")
+ROUND_TILES = tuple(dict.fromkeys(rule.tile for rule in ROUND_RULES))
 COMMITS = {
     "commit": {},
     "commit_all": dict.fromkeys(("compact", "has_dst", "has_boundary", "has_accepted_indices"), True),
@@ -140,21 +142,19 @@ def _quick() -> Iterator[Case]:
         if i % 4 == 0:
             yield _case("fused_decode", _PERSISTENT, "sm_90a", named)
     for kind in KINDS:
-        yield _case(kind, TILES[-1], SIBLING_ARCH, _ENGINE[16])
+        yield _case(kind, ROUND_TILES[0] if kind == "fused_round" else TILES[-1], SIBLING_ARCH, _ENGINE[16])
     yield from _quick_chunked()
+    yield from _quick_rounds()
 
 
-def _quick_chunked() -> Iterator[Case]:
+def _quick_rounds() -> Iterator[Case]:
     turns = len(CLUSTER_ARCHS)
-    for t, tile in enumerate(CHUNKED_TILES):
-        yield from (_case("fused_verify_chunked", tile, "sm_90a", named) for named in _ENGINE.values())
-        yield from (_case("fused_verify_chunked", tile, arch, _ENGINE[16]) for arch in CLUSTER_ARCHS)
-        yield from (_case("record_chunked", tile, "sm_90a", _ENGINE[window]) for window in (4, 16))
-        for i, named in list(enumerate(_TABLE))[t % 2 :: 2]:
-            yield _case("fused_verify_chunked", tile, CLUSTER_ARCHS[(i + t) % turns], named)
-            if i % 4 == t % 4:
-                yield _case("record_chunked", tile, CLUSTER_ARCHS[(i + t + 1) % turns], named)
-        yield _case("record_chunked", tile, DECOMPOSED_ARCHS[t % len(DECOMPOSED_ARCHS)], _TABLE[-1])
+    for t, tile in enumerate(ROUND_TILES):
+        yield from (_case("fused_round", tile, "sm_90a", _ENGINE[window]) for window in (4, 16))
+        yield from (_case("fused_round", tile, arch, _ENGINE[16]) for arch in CLUSTER_ARCHS[1:])
+        # Every fourth row: what they differ in is what a verify's kernels differ in.
+        for i, named in list(enumerate(_PLAIN if tile.persistent else _TABLE))[t::4]:
+            yield _case("fused_round", tile, "sm_90a" if tile.persistent else CLUSTER_ARCHS[(i + t) % turns], named)
 
 
 def _full() -> Iterator[Case]:
@@ -162,7 +162,7 @@ def _full() -> Iterator[Case]:
         for kind in KINDS:
             if kind in FUSED_KINDS and not info.cluster:
                 continue
-            for tile in CHUNKED_TILES if kind in CHUNKED_KINDS else TILES:
+            for tile in {"fused_round": ROUND_TILES}.get(kind, CHUNKED_TILES if kind in CHUNKED_KINDS else TILES):
                 for named in (*_TABLE, *_ENGINE.values()):
                     yield _case(kind, tile, arch, named)
 

@@ -39,6 +39,7 @@ BASE = VerifyGeometry(heads=12, window=4)
 IRRELEVANT = {
     "fused_verify": {},
     "fused_verify_chunked": {},
+    "fused_round": {},
     "fused_decode": {"records": "indices"},
     "decode_rule": {
         "conv_layout": "DS", "conv_weight_dtype": "bfloat16", "norm_weight_dtype": "bfloat16", "norm": False,
@@ -62,6 +63,7 @@ IRRELEVANT["record_chunked"] = IRRELEVANT["record"]
 # One at a time, some of what it does depend on (all of it: tests/unit/test_kernel_specs.py).
 RELEVANT = {
     "fused_verify": ({"norm": False},),
+    "fused_round": ({"has_num_accepted": True},),
     "fused_verify_chunked": ({"norm": False}, {"state_dtype": "bfloat16"}),
     "record_chunked": ({"window": 8}, {"state_dtype": "bfloat16"}, {"records": "request"}),
     "fused_decode": ({"norm": False}, {"has_num_accepted": True}),
@@ -113,7 +115,8 @@ def test_one_launch_computes_with_what_the_three_compute_with(examiner):
     assert used["fused_verify"] == used["short_conv"] | used["record"] | used["gated_rms_norm"]
     assert used["fused_verify_chunked"] == used["short_conv"] | used["record_chunked"] | used["gated_rms_norm"]
     assert used["fused_decode"] == used["fused_verify"] and used["decode_rule"] == used["record"]
-    for kind in FUSED_KINDS:
+    assert used["fused_round"] == used["fused_verify"]
+    for kind in ("fused_verify", "fused_decode", "fused_round"):
         persistent = examiner.facts(spec(kind, tile=PERSISTENT)).ir_operations.keys()
         assert persistent & (IR_ARITHMETIC | IR_APPROXIMATE) == used[kind]
 

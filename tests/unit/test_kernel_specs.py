@@ -19,15 +19,15 @@ from flashkda.planner import TILES
 BASE = VerifyGeometry(heads=12, window=4)
 ARCH = "sm_90a"
 CHUNKED = ("record_chunked", "fused_verify_chunked")
-TILED = ("record", "fused_verify", "fused_decode", "decode_rule", *CHUNKED)
-FUSED = ("fused_verify", "fused_decode", "fused_verify_chunked")
+TILED = ("record", "fused_verify", "fused_decode", "fused_round", "decode_rule", *CHUNKED)
+FUSED = ("fused_verify", "fused_decode", "fused_round", "fused_verify_chunked")
 WITHOUT_CLUSTERS = [arch for arch, info in ARCHITECTURES.items() if not info.cluster]
 
 # Another value of each field, and the kernels whose code it changes.
 CHANGES = [
     ({"heads": 96}, ()),
     ({"window": 3}, ()),
-    ({"window": 5}, ("short_conv", "record", "fused_verify", *CHUNKED)),
+    ({"window": 5}, ("short_conv", "record", "fused_verify", "fused_round", *CHUNKED)),
     ({"state_dtype": "bfloat16"}, TILED),
     ({"conv_layout": "DS"}, ("short_conv", *FUSED)),
     ({"conv_weight_dtype": "bfloat16"}, ("short_conv", *FUSED)),
@@ -39,8 +39,8 @@ CHANGES = [
     ({"null_slot": -1}, KINDS),
     ({"index_dtype": "int64"}, KINDS),
     ({"has_num_accepted": True}, ("short_conv", *FUSED)),
-    ({"records": "request"}, ("record", "fused_verify", *CHUNKED)),
-    ({"records": "indices"}, ("record", "fused_verify", *CHUNKED)),
+    ({"records": "request"}, ("record", "fused_verify", "fused_round", *CHUNKED)),
+    ({"records": "indices"}, ("record", "fused_verify", "fused_round", *CHUNKED)),
     ({"norm_eps": 1e-6}, ("gated_rms_norm", *FUSED)),
 ]
 
