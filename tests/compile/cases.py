@@ -147,6 +147,19 @@ def _quick() -> Iterator[Case]:
     yield from _quick_rounds()
 
 
+def _quick_chunked() -> Iterator[Case]:
+    turns = len(CLUSTER_ARCHS)
+    for t, tile in enumerate(CHUNKED_TILES):
+        yield from (_case("fused_verify_chunked", tile, "sm_90a", named) for named in _ENGINE.values())
+        yield from (_case("fused_verify_chunked", tile, arch, _ENGINE[16]) for arch in CLUSTER_ARCHS)
+        yield from (_case("record_chunked", tile, "sm_90a", _ENGINE[window]) for window in (4, 16))
+        for i, named in list(enumerate(_TABLE))[t % 2 :: 2]:
+            yield _case("fused_verify_chunked", tile, CLUSTER_ARCHS[(i + t) % turns], named)
+            if i % 4 == t % 4:
+                yield _case("record_chunked", tile, CLUSTER_ARCHS[(i + t + 1) % turns], named)
+        yield _case("record_chunked", tile, DECOMPOSED_ARCHS[t % len(DECOMPOSED_ARCHS)], _TABLE[-1])
+
+
 def _quick_rounds() -> Iterator[Case]:
     turns = len(CLUSTER_ARCHS)
     for t, tile in enumerate(ROUND_TILES):
