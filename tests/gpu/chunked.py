@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from flashkda.geometry import VerifyGeometry
-from flashkda.planner import CHUNKED_TILES, Tile
+from flashkda.planner import CHUNKED_TILES, Plan, Tile
 from tests.gpu import accuracy, invariance, matrix, pairwise
 from tests.gpu.cases import device_case, fork
 from tests.gpu.setup import Check, Detail, Failure, Setup, describe, kimi_k3, require
@@ -19,7 +19,7 @@ from tests.regroup import outcome
 
 HEADS, REQUESTS = (1, 6, 12, 96), (1, 8, 32)
 TILES = (*CHUNKED_TILES, Tile(64, 2, 16))
-# Against the float64 oracle: the largest error at most this times the exact mode's, and the rms error.
+# Against the float64 oracle: the largest error of u is at most this times the exact mode's.
 MOST_ERROR = 2.0
 # The largest magnitude of a row: how far u may be from the exact mode's.
 MOST_DIFFERENCE = 1e-5
@@ -32,7 +32,7 @@ def checks(setup: Setup) -> list[Check]:
     windows, heads, requests = (matrix.WINDOWS, HEADS, REQUESTS) if not setup.small else ((1, 3), (1, 2), (1, 3))
     found: list[Check] = []
 
-    def add(name: str, run: Callable[[], Detail], plans: list) -> None:  # type: ignore[type-arg]
+    def add(name: str, run: Callable[[], Detail], plans: list[Plan]) -> None:
         found.append(Check("chunked", name, run, tuple(plans)))
 
     for window in windows:

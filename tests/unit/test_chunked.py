@@ -92,7 +92,7 @@ def test_against_oracle(geometry: dict[str, Any], lengths: list[int], options: d
     conv = ("mixed_qkv", "conv_weight", "conv_state", "query_start_loc", "state_indices", "num_accepted")
     rest = {name: t for name, t in after.tensors.items() if name not in (*conv[:3], "num_accepted")}
     plan.bind_short_conv(**{name: after.tensors[name] for name in conv}, qkv=qkv).run()
-    between = {"o": o} if case.geometry.norm else {}
+    between: dict[str, Any] = {"o": o} if case.geometry.norm else {}
     plan.bind_record(**rest, qkv=qkv, **between).run()
     oracle.check(case, after, qkv=qkv, o=o if case.geometry.norm else after["out"])
     assert_same_bits(written(verified(case)), written(after))
