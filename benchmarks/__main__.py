@@ -48,7 +48,7 @@ def jobs(points: Sequence[Point], wanted: Callable[[str], bool], turns: int) -> 
         )
         for point in points
     ]
-    if any(map(wanted, (rounds.COMMIT, rounds.COPY, rounds.ROUND))):
+    if any(map(wanted, (rounds.COMMIT, rounds.COPY, rounds.ROUND, rounds.FOLDED))):
         found += [
             Job(
                 f"commit and round, {point.label}",

@@ -21,10 +21,12 @@ from flashkda.commit import CommitGeometry, plan_commit
 from flashkda.decode import DecodePlan, plan_decode
 from flashkda.errors import UnsupportedError
 from flashkda.planner import target
+from flashkda.round import RoundPlan, plan_round
 from tests.gpu.setup import kernel_specs
 from tests.inputs import Case
 
 COMMIT, COPY, ROUND = "flashkda-commit", "floor-state-copy", "flashkda-round"
+FOLDED = "flashkda-round-folded"
 VERIFY = "flashkda-fused"  # of a round
 DECODES = {"flashkda-decode-fused": "fused", "flashkda-decode-decomposed": "decomposed"}
 Models = list[list[Case]]
@@ -48,6 +50,10 @@ def specs(point: Point, wanted: Wanted) -> list[tuple[Callable[..., Any], tuple[
         found.append((kernels.make_commit_spec, (CommitGeometry(point.geometry, KDA_LAYERS), arch)))
     if wanted(COPY):
         found += floors.specs(arch, point.state_dtype)
+    if wanted(FOLDED):
+        with contextlib.suppress(Unavailable):
+            plan = _folded_plan(point)
+            found.append((kernels.make_spec, ("fused_round", plan.geometry, plan.tile, plan.arch)))
     verifies = plans(point, chosen((VERIFY,))) if wanted(ROUND) else {}
     return kernel_specs(verifies.values(), found)
 
@@ -130,6 +136,20 @@ def _rounds(point: Point, models: Models) -> dict[str, Calls]:
     }
 
 
+def _folded_plan(point: Point) -> RoundPlan:
+    try:
+        geometry = point.geometry.replace(has_num_accepted=True)
+        return plan_round(geometry, point.requests, path="fused", device=points.DEVICE)
+    except UnsupportedError as error:
+        raise Unavailable(error) from error
+
+
+def _folded(point: Point, models: Models) -> dict[str, Calls]:
+    plan = _folded_plan(point)
+    counts = torch.full((point.requests,), point.window, dtype=torch.int32, device=points.DEVICE)
+    return {FOLDED: [plan.bind(**{**case.tensors, "num_accepted": counts}).run for model in models for case in model]}
+
+
 def _commit(point: Point, model: list[Case]) -> Callable[[], object]:
     plan = plan_commit(CommitGeometry(point.geometry, KDA_LAYERS), point.requests, device=points.DEVICE, strict=True)
     layers: Any = {name: [case[name] for case in model] for name in _LAYERED}
@@ -152,4 +172,9 @@ def _copies(point: Point, models: Models) -> dict[str, Calls]:
 
 
 #: Implementations, and what makes their calls on the layers of each model. It raises Unavailable, with the reason.
-IMPLS: dict[str, Callable[[Point, Models], dict[str, Calls]]] = {COMMIT: _commits, ROUND: _rounds, COPY: _copies}
+IMPLS: dict[str, Callable[[Point, Models], dict[str, Calls]]] = {
+    COMMIT: _commits,
+    ROUND: _rounds,
+    FOLDED: _folded,
+    COPY: _copies,
+}

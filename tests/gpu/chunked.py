@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from flashkda.geometry import VerifyGeometry
-from flashkda.planner import CHUNKED_TILES, Tile
+from flashkda.planner import CHUNKED_TILES, Plan, Tile
 from tests.gpu import accuracy, invariance, matrix, pairwise
 from tests.gpu.cases import device_case, fork
 from tests.gpu.setup import Check, Detail, Failure, Setup, describe, kimi_k3, require
@@ -32,7 +32,7 @@ def checks(setup: Setup) -> list[Check]:
     windows, heads, requests = (matrix.WINDOWS, HEADS, REQUESTS) if not setup.small else ((1, 3), (1, 2), (1, 3))
     found: list[Check] = []
 
-    def add(name: str, run: Callable[[], Detail], plans: list) -> None:
+    def add(name: str, run: Callable[[], Detail], plans: list[Plan]) -> None:
         found.append(Check("chunked", name, run, tuple(plans)))
 
     for window in windows:

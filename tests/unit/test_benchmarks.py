@@ -160,7 +160,7 @@ class TestMeasuring:
         monkeypatch.setattr(rounds, "VERIFY", "other")
         result = rounds.measure(Point(1, 2, heads=1), 1, chosen(("flashkda-*",)))
         assert [row["impl"] for row in result.rows] == ["flashkda-commit"]
-        assert [skip["impl"] for skip in result.skipped] == ["flashkda-round"]
+        assert [skip["impl"] for skip in result.skipped] == ["flashkda-round", "flashkda-round-folded"]
 
     def test_decode(self, on_the_cpu: list[str]) -> None:
         result = rounds.decode(Point(2, 1, heads=1), 1, everything)
