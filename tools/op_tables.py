@@ -18,6 +18,7 @@ from typing import NamedTuple
 from flashkda.ops.binding import NormBinding, RecordBinding, ShortConvBinding, VerifyBinding
 from flashkda.ops.commit_validate import LAYERED
 from flashkda.ops.decode_binding import DecodeBinding
+from flashkda.ops.round_binding import RoundBinding
 
 BEGIN, END = "<!-- tensors: begin -->", "<!-- tensors: end -->"
 _DOCS = Path(__file__).parent.parent / "docs"
@@ -37,6 +38,7 @@ OPS: Mapping[str, Op] = {
     "gated-rms-norm": Op(NormBinding.arguments, NormBinding.written),
     "commit": Op(LAYERED, ("state", "conv_state")),
     "decode": Op(DecodeBinding.arguments, DecodeBinding.written),
+    "round": Op(RoundBinding.arguments, RoundBinding.written),
 }
 
 
