@@ -12,8 +12,7 @@ from flashkda.capability import ARCHITECTURES
 from flashkda.commit import CommitGeometry
 from flashkda.errors import GeometryError, Problem
 from flashkda.geometry import PRESETS, VerifyGeometry, preset
-from flashkda.planner import NUMERICS, Tile, TileRule, choose_tile, verify_rules
-from flashkda.round import TILE_RULES as ROUND_RULES
+from flashkda.planner import NUMERICS, ROUND_TILE_RULES, Tile, TileRule, choose_tile, verify_rules
 
 if TYPE_CHECKING:
     from flashkda.jit.pool import Spec
@@ -62,7 +61,7 @@ def kernel_set(
         for mode in numerics:
             wanted.append((_VERIFY, geometry, verify_rules(mode), "" if mode == "exact" else f"_{mode}"))
         if geometry.has_num_accepted:
-            wanted.append((_ROUND, geometry, ROUND_RULES, ""))
+            wanted.append((_ROUND, geometry, ROUND_TILE_RULES, ""))
         for kinds, in_flight, rules, suffix in wanted:
             for fused in paths:
                 for tile in _tiles(in_flight, max_requests, arch, rules, suffix[1:] or "exact"):

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from flashkda import config
@@ -22,7 +23,7 @@ from flashkda.errors import (
     Problem,
     UnsupportedError,
 )
-from flashkda.geometry import MAX_WINDOW, VerifyGeometry
+from flashkda.geometry import VerifyGeometry
 from flashkda.stored import check_stored, fingerprint
 
 if TYPE_CHECKING:
@@ -100,21 +101,16 @@ class TileRule(NamedTuple):
     tile: Tile
 
 
-# The first rule that fits is taken, where its tile can be built. Few heads in flight leave SMs idle, so a head is split
-# over more CTAs; many are taken one after another by CTAs that overlap them. Measured by benchmarks.tiles.
-TILE_RULES: tuple[TileRule, ...] = (
-    TileRule(MAX_WINDOW, 16, Tile(16, 2, 16)),
-    TileRule(MAX_WINDOW, 33, Tile(32, 2, 16)),
-    TileRule(8, None, Tile(_HEAD_ROWS, 8, 8, persistent=True)),
-    TileRule(MAX_WINDOW, None, Tile(_HEAD_ROWS, 4, 8)),
-)
+def _rules(name: str) -> tuple[TileRule, ...]:
+    """The rules of tiles.json, which benchmarks.tiles measures the candidates for."""
+    table = json.loads(Path(__file__).with_name("tiles.json").read_text())
+    return tuple(TileRule(window, load, Tile(*tile)) for window, load, tile in table[name])
 
-# The same for the chunked mode, whose kernels look at a tile's rows alone.
-CHUNKED_TILE_RULES: tuple[TileRule, ...] = (
-    TileRule(MAX_WINDOW, 16, Tile(16, 2, 16)),
-    TileRule(MAX_WINDOW, 33, Tile(32, 2, 16)),
-    TileRule(MAX_WINDOW, None, Tile(128, 4, 8)),
-)
+
+# The first rule that fits is taken, where its tile can be built. Few heads in flight leave SMs idle, so a head is split
+# over more CTAs; many are taken one after another by CTAs that overlap them. The chunked kernels look at a tile's rows
+# alone. A folded round takes no tile that fills its registers with the state: the fold wants some too.
+TILE_RULES, CHUNKED_TILE_RULES, ROUND_TILE_RULES = (_rules(name) for name in ("exact", "chunked", "round"))
 
 # All the tiles that the planner may pick.
 TILES: tuple[Tile, ...] = tuple(dict.fromkeys(rule.tile for rule in TILE_RULES))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from flashkda.capability import query
 from flashkda.errors import GeometryError, UnsupportedError
-from flashkda.geometry import MAX_WINDOW, VerifyGeometry
-from flashkda.planner import NUMERICS, Plan, Tile, TileRule, make_plan, target
+from flashkda.geometry import VerifyGeometry
+from flashkda.planner import NUMERICS, ROUND_TILE_RULES, Plan, Tile, TileRule, make_plan, target
 
 if TYPE_CHECKING:
     import torch
@@ -17,14 +17,6 @@ if TYPE_CHECKING:
     from flashkda.ops.round_binding import RoundBinding
 
 PATHS = ("auto", "fused", "reference")
-
-# As the verify's, but for tiles that fill their registers with the state: the fold wants some too.
-TILE_RULES: tuple[TileRule, ...] = (
-    TileRule(MAX_WINDOW, 16, Tile(16, 2, 16)),
-    TileRule(MAX_WINDOW, 33, Tile(32, 2, 16)),
-    TileRule(MAX_WINDOW, None, Tile(128, 8, 8, persistent=True)),
-    TileRule(MAX_WINDOW, None, Tile(64, 4, 16)),
-)
 
 
 @dataclass(frozen=True)
@@ -38,7 +30,7 @@ class RoundPlan(Plan):
     @classmethod
     def tile_rules(cls, numerics: str) -> tuple[TileRule, ...]:
         """Rules of its own."""
-        return TILE_RULES
+        return ROUND_TILE_RULES
 
     def bind(  # type: ignore[override]
         self, *, check_metadata: bool | None = None, **tensors: torch.Tensor | None

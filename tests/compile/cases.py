@@ -18,8 +18,7 @@ from flashkda.capability import ARCHITECTURES
 from flashkda.commit import CommitGeometry
 from flashkda.geometry import VerifyGeometry, preset
 from flashkda.kernels.specs import KINDS, make_commit_spec, make_spec
-from flashkda.planner import CHUNKED_TILES, TILES, Tile, tile_fits
-from flashkda.round import TILE_RULES as ROUND_RULES
+from flashkda.planner import CHUNKED_TILES, ROUND_TILE_RULES, TILES, Tile, tile_fits
 
 CLUSTER_ARCHS = ("sm_90a", "sm_100a", "sm_120a")
 # The same code as sm_100a but for its name: one kernel of each kind.
@@ -28,7 +27,7 @@ DECOMPOSED_ARCHS = ("sm_80", "sm_89")
 CHUNKED_KINDS = ("record_chunked", "fused_verify_chunked")
 TILED_KINDS = ("record", "fused_verify", "fused_decode", "decode_rule", "fused_round", *CHUNKED_KINDS)
 FUSED_KINDS = ("fused_verify", "fused_decode", "fused_round", "fused_verify_chunked")
-ROUND_TILES = tuple(dict.fromkeys(rule.tile for rule in ROUND_RULES))
+ROUND_TILES = tuple(dict.fromkeys(rule.tile for rule in ROUND_TILE_RULES))
 COMMITS = {
     "commit": {},
     "commit_all": dict.fromkeys(("compact", "has_dst", "has_boundary", "has_accepted_indices"), True),

@@ -10,14 +10,14 @@ import torch
 
 from flashkda.commit import CommitGeometry, plan_commit
 from flashkda.geometry import VerifyGeometry
-from flashkda.planner import Tile
-from flashkda.round import TILE_RULES, RoundPlan, plan_round
+from flashkda.planner import ROUND_TILE_RULES, Tile
+from flashkda.round import RoundPlan, plan_round
 from tests.gpu.cases import device_case, fork, ragged
 from tests.gpu.setup import Check, Detail, Setup, describe, kimi_k3
 from tests.inputs import Case, assert_same_bits, written
 
 REPLAYS = 500
-_TILES = tuple(dict.fromkeys(rule.tile for rule in TILE_RULES))
+_TILES = tuple(dict.fromkeys(rule.tile for rule in ROUND_TILE_RULES))
 _SIZES = ((1, 1), (1, 40), (12, 1), (12, 3), (12, 33), (6, 130))  # heads, requests
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {},

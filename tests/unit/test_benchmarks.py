@@ -16,6 +16,7 @@ from benchmarks import __main__ as suite
 from benchmarks import peers, plots, points, progress, rounds, sweep, timing, verify
 from benchmarks.points import POINTS, Point, Result, Unavailable, chosen
 from benchmarks.timing import Timing
+from flashkda.planner import plan_verify
 
 RESULTS = Path(suite.RESULTS)
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -286,3 +287,16 @@ class TestProgress:
             report.end()
         printed = capsys.readouterr().out
         assert "[done] 1.0" in printed and "the step" in printed and "1/2" in printed
+
+
+def test_tiles_are_compared_where_they_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import tiles
+
+    def planned(*arguments: Any, device: str, **options: Any) -> Any:
+        return plan_verify(*arguments, arch="sm_90a", **options)
+
+    monkeypatch.setattr(tiles, "plan_verify", planned)
+    few, many = tiles.plans(Point(1, 4)), tiles.plans(Point(32, 4))
+    assert few.keys() == {str(tile) for tile in tiles.CANDIDATES}
+    assert {str(plan.tile) for plan in many.values()} == many.keys() < few.keys()
+    assert all(plan.tile.cluster <= 2 for plan in many.values() if plan.tile is not None)

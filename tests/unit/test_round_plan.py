@@ -12,8 +12,7 @@ from flashkda import RoundPlan, VerifyGeometry, plan_round, preset
 from flashkda.commit import CommitGeometry
 from flashkda.errors import GeometryError, UnsupportedError
 from flashkda.ops import commit_reference, reference
-from flashkda.planner import Tile
-from flashkda.round import TILE_RULES
+from flashkda.planner import ROUND_TILE_RULES, Tile
 from tests.inputs import assert_same_bits, clone, make_case, written
 
 K3 = preset("kimi-k3", tp=8, window=4, has_num_accepted=True)
@@ -81,7 +80,7 @@ def test_tiles_leave_registers_for_the_fold():
     assert plan_round(K3, 128, path="fused", arch="sm_120a").tile == Tile(64, 4, 16)
     assert plan_round(K3.replace(alignment=2), 128, path="fused", arch="sm_90a").tile == Tile(64, 4, 16)
     assert all(
-        rule.tile.persistent or rule.tile.rows_per_thread * 128 // rule.tile.key_lanes < 64 for rule in TILE_RULES
+        rule.tile.persistent or rule.tile.rows_per_thread * 128 // rule.tile.key_lanes < 64 for rule in ROUND_TILE_RULES
     )
     with pytest.raises(GeometryError, match="tile"):
         plan_round(K3, 1, path="fused", arch="sm_90a", tile=Tile(128, 4, 8))
