@@ -120,11 +120,11 @@ def _padding(rows: int, arch: str) -> int:
 
 
 def _occupancy(traits: Traits, fuse: bool, arch: str) -> Traits:
-    """Drops the padding of a chunked kernel and the staging of the state where they do not fit, and says how many CTAs
-    share an SM (up to two of 256 threads, three where none holds the state in registers, two of a persistent kernel):
-    the compiler then keeps to the registers that this leaves."""
+    """Drops the padding of a chunked or folding kernel and the staging of the state where they do not fit, and says how
+    many CTAs share an SM (up to two of 256 threads, three where none holds the state in registers, two of a persistent
+    kernel): the compiler then keeps to the registers that this leaves."""
     available, chunked = _shared_memory(arch), isinstance(traits, ChunkedTraits)
-    if chunked and traits.shared_bytes(fuse) + 2 * _RESERVED > available:
+    if (chunked or traits.fold) and traits.shared_bytes(fuse) + 2 * _RESERVED > available:
         traits = replace(traits, padding=0)
     wanted = 2 if traits.persistent else 1
     if wanted * (traits.shared_bytes(fuse) + 2 * _RESERVED) > available:
@@ -135,7 +135,11 @@ def _occupancy(traits: Traits, fuse: bool, arch: str) -> Traits:
     # Loads of single elements, from the state or a channel-major window, take the registers of a third CTA.
     vectors = traits.bulk_state and traits.conv_layout == "SD"
     threads = 768 if chunked and fuse and traits.rows == HEAD_DIM and vectors else 512
-    most = 2 if traits.persistent else threads // traits.threads
+    most = threads // traits.threads
+    if traits.fold:
+        most = 1  # what is folded takes the registers of a second CTA
+    if traits.persistent:
+        most = 2
     return replace(traits, min_blocks=max(1, min(fit, most)))
 
 
