@@ -38,7 +38,7 @@ from tests.oracle import CORRECTION_TOLERANCE, OUT_TOLERANCE
 
 BUDGET = 525.0
 SOURCES = ("flashkda", "tests/gpu", "tests/inputs.py", "tests/oracle.py", "tests/regroup.py")
-GROUPS = (reported, accuracy, invariance, matrix, pairwise, replays, chunked, rounds, folded, layer, sanitizer)
+GROUPS = (reported, accuracy, invariance, matrix, pairwise, replays, rounds, layer, sanitizer, chunked, folded)
 
 
 def all_checks(setup: Setup) -> list[Check]:
