@@ -20,7 +20,7 @@ from .memory import at, load, store, store_shared, to_float
 from .numerics import exp, mul, select
 from .token import TokenStore, key_scale, prepare_token
 from .traits import HEAD_DIM, QUAD, TAPS, WARP, WINDOW_WORDS, Traits
-from .window import Metadata, Window, request_window
+from .window import Metadata, Window, request_window, tokens_to_fold
 
 _STREAMS = 3
 _HISTORY = TAPS - 1
@@ -174,8 +174,7 @@ class WindowStage:
         length = select(request.live, request.length, Int32(0))
         count = Int32(0)
         if cutlass.const_expr(traits.fold):
-            count = memory.minimum(select(known.num_accepted > 0, known.num_accepted, Int32(0)), window)
-            count = select(length > 0, count, Int32(0))
+            count = select(length > 0, tokens_to_fold(known, window), Int32(0))
         if tid == 0:
             words = (
                 request.start, request.length, request.slot, request.record, request.column, Int32(request.live),
@@ -232,9 +231,6 @@ class WindowStage:
                     source_of_u = at(corrections, request.record * corrections.stride[0] + record + four)
                     memory.copy_async(raw.folded_u + four, source_of_u)
                     folded = folded + self.warps
-
-    def _beta(self, raw_beta, request: Window, token, head):
-        return at(raw_beta, Int64(request.start + token) * raw_beta.stride[0] + head)
 
     def _beta(self, raw_beta, request: Window, token, head):
         return at(raw_beta, Int64(request.start + token) * raw_beta.stride[0] + head)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a geometry and a tile to a compiled kernel: its cache key, its compile recipe, and the loaded callable.
 
-Kernels are named ``short_conv``, ``record``, ``gated_rms_norm`` and ``fused_verify``; ``record_chunked`` and
-``fused_verify_chunked`` are those of that numerics mode. The DSL is imported only when one is compiled. A key carries
-what changes the code and no more: neither heads nor strides nor pool sizes, and the window rounded up to a power of
-two.
+``KINDS`` names the kernels; ``*_chunked`` are those of that numerics mode, and with a persistent tile ``fused_*``
+becomes ``persistent_*``. The DSL is imported only when one is compiled. A key carries what changes the code and no more:
+neither heads nor strides nor pool sizes, and the window rounded up to a power of two.
 """
 
 from __future__ import annotations

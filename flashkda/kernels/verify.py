@@ -33,7 +33,7 @@ from .numerics import select
 from .place import STASH, here, stash, stashed
 from .prologue import Prologue, fold_store, token_store
 from .traits import HEAD_DIM, QUAD, Traits
-from .window import read_metadata, request_window, zero_rows
+from .window import read_metadata, request_window, tokens_to_fold, zero_rows
 
 _STATE_BARRIER, _NORM_BARRIER, _BARRIERS = 0, 1, 2
 
@@ -145,7 +145,7 @@ class Verify:
         if request.live & (request.length > 0):
             count = Int32(0)
             if cutlass.const_expr(traits.fold):
-                count = memory.minimum(select(metadata.num_accepted > 0, metadata.num_accepted, Int32(0)), window)
+                count = tokens_to_fold(metadata, window)
             self.verify(
                 request, place, shared, results, factors, partials, barriers, kept, staged, folded, count,
                 mixed_qkv, conv_weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state, output_gate,

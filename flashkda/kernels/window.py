@@ -79,6 +79,11 @@ def request_window(traits: Traits, metadata: Metadata, window, total_rows, slots
     return Window(start, length, metadata.slot, metadata.record, column, live)
 
 
+def tokens_to_fold(metadata: Metadata, window):
+    """How many tokens of the window before were accepted, 0..T."""
+    return _clamp(metadata.num_accepted, Int32(0), window)
+
+
 @cute.jit
 def zero_rows(
     out: cute.Tensor,
