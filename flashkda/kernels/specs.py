@@ -2,8 +2,8 @@
 """From a geometry and a tile to a compiled kernel: its cache key, its compile recipe, and the loaded callable.
 
 ``KINDS`` names the kernels; ``*_chunked`` are those of that numerics mode, and with a persistent tile ``fused_*``
-becomes ``persistent_*``. The DSL is imported only when one is compiled. A key carries what changes the code and no more:
-neither heads nor strides nor pool sizes, and the window rounded up to a power of two.
+becomes ``persistent_*``. The DSL is imported only when one is compiled. A key carries what changes the code and no
+more: neither heads nor strides nor pool sizes, and the window rounded up to a power of two.
 """
 
 from __future__ import annotations
