@@ -4,7 +4,6 @@ last the compiler, unless FLASHKDA_NO_JIT forbids it. One process compiles a key
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import sys
@@ -100,29 +99,14 @@ def prebuild(specs: Iterable[Spec], *, jobs: int | None = None, progress: Progre
     Raises KernelBuildError after all others are done, listing every kernel that failed.
     """
     specs = list(specs)
-    # A process costs a second to start: what is there already needs none.
-    found = {i: built for i, spec in enumerate(specs) if (built := _found(spec)) is not None}
 
     def done(count: int, built: Built) -> None:
         if progress is not None:
             progress(count, len(specs), built)
 
-    for count, built in enumerate(found.values(), start=1):
-        done(count, built)
-    rest = [spec for i, spec in enumerate(specs) if i not in found]
-    new = iter(build_all(rest, _build, jobs=jobs, done=lambda count, built: done(len(found) + count, built)))
-    whole = [found.get(i) or next(new) for i in range(len(specs))]
-    raise_failures(whole)
-    return whole
-
-
-def _found(spec: Spec) -> Built | None:
-    """The kernel where it is in the cache. What goes wrong here goes wrong in a worker too, and is told there."""
-    with contextlib.suppress(Exception):
-        key, _ = spec[0](*spec[1])
-        if Place(key, config.cache_dir()).problem() is None:
-            return Built(key.name, key.digest, False, 0.0)
-    return None
+    built = build_all(specs, _build, jobs=jobs, done=done)
+    raise_failures(built)
+    return built
 
 
 def _build(key: KernelKey, make: Make) -> tuple[bool, None]:

@@ -43,7 +43,9 @@ def test_the_set_of_a_rank_is_built(pack, capsys):
     assert len(entries) == 16 and all(reason == "" for _, reason in entries)
     assert all(kernel.about["geometry"] for kernel, _ in entries)
     tiled = [kernel for kernel, _ in entries if kernel.name in ("record", "fused_verify", "fused_decode")]
-    assert all(kernel.about["tile"].keys() == {"rows", "rows_per_thread", "key_lanes"} for kernel in tiled)
+    assert all(
+        kernel.about["tile"].keys() == {"rows", "rows_per_thread", "key_lanes", "persistent"} for kernel in tiled
+    )
     with capsys.disabled():
         print(f"\n{pack.with_suffix('.txt').read_text()}")
 

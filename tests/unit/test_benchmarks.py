@@ -243,9 +243,12 @@ class TestSweep:
 class TestPlots:
     @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
     def test_of_the_results_kept_here(self, path: Path, tmp_path: Path) -> None:
-        written = plots.write(json.loads(path.read_text()), tmp_path / path.stem)
+        values = json.loads(path.read_text())
+        written = plots.write(values, tmp_path / path.stem)
         names = {file.name for file in written}
-        assert names >= {f"{path.stem}-{kind}.png" for kind in ("requests", "window", "bandwidth")}
+        suffixes = {"" if row["state_dtype"] == "float32" else f"-{row['state_dtype']}" for row in values["rows"]}
+        wanted = {f"{kind}{suffix}" for kind in ("requests", "window", "bandwidth") for suffix in suffixes}
+        assert names >= {f"{path.stem}-{name}.png" for name in wanted}
         assert all(file.read_bytes().startswith(PNG) for file in written)
         assert {file.name for file in RESULTS.glob(f"{path.stem}-*.png")} == names, "run python -m benchmarks.plots"
 
