@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from flashkda.capability import query
+from flashkda import config
+from flashkda.capability import Reason, query
 from flashkda.errors import GeometryError, UnsupportedError
 from flashkda.geometry import VerifyGeometry
 from flashkda.planner import NUMERICS, ROUND_TILE_RULES, Plan, Tile, TileRule, make_plan, target
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from flashkda.ops.round_binding import RoundBinding
 
 PATHS = ("auto", "fused", "reference")
+_APART = "a commit and a verify do the same in two launches"
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,12 @@ def plan_round(
 
     The state is read once and written once, where a commit and a verify read it twice and write it once; the bits are
     those of the two. geometry has num_accepted: what of the previous window was accepted, 0 for a request that has
-    none to fold. path is "auto", "fused" or "reference" (torch); other arguments are plan_verify's.
+    none to fold. path is "fused", "reference" (torch), or "auto": what FLASHKDA_VERIFY_PATH names, else fused, and on a
+    CPU device the reference; other arguments are plan_verify's.
 
-    There is nothing slower in between to fall back to: where the one launch is refused this raises UnsupportedError
-    with every reason, and the way out is a commit and a verify. Raises GeometryError and ConfigError as plan_verify.
+    There is nothing slower in between to fall back to: where the one launch is refused, or FLASHKDA_VERIFY_PATH says
+    decomposed, this raises UnsupportedError with every reason, and the way out is a commit and a verify. Raises
+    GeometryError and ConfigError as plan_verify does.
     """
     if path not in PATHS:
         raise GeometryError("path", f"one of {', '.join(PATHS)}", repr(path))
@@ -65,11 +69,14 @@ def plan_round(
         raise GeometryError("geometry.has_num_accepted", "True: the counts say what to fold", "False")
     arch = target(device, arch)
     if path == "auto":
-        path = "reference" if arch == "cpu" else "fused"
+        path = config.verify_path() or ("reference" if arch == "cpu" else "fused")
+        if path not in PATHS:
+            asked = Reason("plan.path", "FLASHKDA_VERIFY_PATH", path, "fused, reference or auto, for a round")
+            raise UnsupportedError("fused", (asked,), hint=_APART)
     if path == "fused" and isinstance(geometry, VerifyGeometry):
         support = query(geometry, arch).fused
         if not support.supported:
-            raise UnsupportedError("fused", support.reasons, hint="a commit and a verify do the same in two launches")
+            raise UnsupportedError("fused", support.reasons, hint=_APART)
     if tile is not None and (tile.rows_per_thread * 128 // tile.key_lanes >= 64 and not tile.persistent):
         raise GeometryError("tile", "one with fewer than 64 elements of the state a thread, or persistent", str(tile))
     return make_plan(RoundPlan, geometry, max_requests, path, device, arch, True, "exact", tile)

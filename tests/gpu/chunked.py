@@ -12,7 +12,7 @@ import torch
 from flashkda.geometry import VerifyGeometry
 from flashkda.planner import CHUNKED_TILES, Plan, Tile
 from tests.gpu import accuracy, invariance, matrix, pairwise
-from tests.gpu.cases import device_case, fork
+from tests.gpu.cases import device_case
 from tests.gpu.setup import Check, Detail, Failure, Setup, describe, kimi_k3, require
 from tests.inputs import KINDS, Case, assert_same_bits, clone, make_case, written
 from tests.regroup import outcome
@@ -41,7 +41,7 @@ def checks(setup: Setup) -> list[Check]:
     for window in (1, 3, 8, 16) if not setup.small else (3,):
         geometry = kimi_k3(window, 12 if not setup.small else 2)
         plans = [plan for tile in TILES for plan in setup.both(geometry, 1, tile)]
-        add(f"any tile, T={window}", partial(_tiles, setup, geometry), plans)
+        add(f"any tile, T={window}", partial(matrix.check_tiles, setup, geometry, TILES), plans)
     for i, row in enumerate(pairwise.table() if not setup.small else pairwise.table()[::5]):
         tile = CHUNKED_TILES[i % len(CHUNKED_TILES)]
         row = row._replace(tile=tile)
@@ -64,23 +64,6 @@ def checks(setup: Setup) -> list[Check]:
         name = f"extreme gates, {geometry.gate}"
         add(name, partial(_extreme, setup, geometry), list(setup.both(geometry, 2)))
     return found
-
-
-def _tiles(setup: Setup, geometry: VerifyGeometry) -> Detail:
-    requests = (1, 9) if not setup.small else (2,)
-    for n in requests:
-        case = matrix.make(setup, geometry, n, seed=n)
-        wanted = fork(case)
-        setup.run_parts(wanted)
-        for tile in TILES:
-            for run in (setup.run_whole, setup.run_parts):
-                found = fork(case)
-                run(found, tile)
-                try:
-                    assert_same_bits(written(found), written(wanted))
-                except AssertionError as error:
-                    raise AssertionError(f"N={n} {tile} {run.__name__}: {error}") from error
-    return {"tiles": [str(tile) for tile in TILES], "heads": geometry.heads, "requests": list(requests)}
 
 
 def _windows(longest: int) -> tuple[int, ...]:

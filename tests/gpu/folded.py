@@ -149,7 +149,7 @@ def _replays(setup: Setup) -> Detail:
             apart["state"].copy_(folded["state"])
         one()
         two()
-        for name in ("out", "state", "corrections", "key_gate"):
+        for name in ("out", "state", "conv_state", "corrections", "key_gate"):
             found, wanted = folded[name].contiguous(), apart[name].contiguous()
             mismatches += (found.view(torch.int16) != wanted.view(torch.int16)).any()
     if int(mismatches):

@@ -169,6 +169,16 @@ class TestMiss:
             CommitProgram(plan)
         assert compile_command(geometry.verify, "sm_90a") in str(caught.value) and "commit(" in caught.value.kernel
 
+    def test_the_command_has_what_the_plan_differs_in(self):
+        geometry = CommitGeometry(K3.replace(null_slot=77), 69, has_dst=True)
+        with pytest.raises(KernelNotFoundError) as caught:
+            CommitProgram(plan_commit(geometry, 4, path="kernel", arch="sm_90a"))
+        assert "--commit dst " in caught.value.command
+        plan = plan_verify(K3.replace(null_slot=77), 4, path="fused", arch="sm_90a", numerics="chunked")
+        with pytest.raises(KernelNotFoundError) as caught:
+            launch.load(plan, "fused_verify_chunked", torch.device("cuda", 0))
+        assert "--numerics chunked " in caught.value.command
+
 
 def specs_tile():
     """The tile for many requests."""

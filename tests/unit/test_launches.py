@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from flashkda.errors import NotPreparedError, PlanMismatchError, StaleBindingErr
 from flashkda.geometry import VerifyGeometry
 from flashkda.ops import launch, reference
 from flashkda.ops.binding import VerifyLayer
+from flashkda.planner import plan_verify
 from tests.bound import (
     BARE,
     CONV,
@@ -309,3 +311,23 @@ def test_a_start_that_fails_is_tried_again(monkeypatch):
         launch.start_once("k", torch.device("cuda", 0), lambda: 1 // 0)
     launch.start_once("k", torch.device("cuda", 0), lambda: calls.append(1))
     assert calls == [1]
+
+
+def test_a_persistent_kernel_is_given_the_number_of_sms(monkeypatch):
+    """Before the tensors, and only the fused kernels: the rule alone has no persistent form."""
+    kernels = install_kernels(monkeypatch)
+    asked = []
+
+    def properties(device):
+        asked.append(device)
+        return types.SimpleNamespace(multi_processor_count=7)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    many, few = (plan_verify(VerifyGeometry(12, 4), n, path="fused", arch="sm_90a", strict=True) for n in (64, 1))
+    assert many.tile.persistent and not few.tile.persistent
+    device = torch.device("cuda", 3)
+    launch.load(many, "fused_verify", device)("tensor")
+    launch.load(many, "record", device)("tensor")
+    launch.load(few, "fused_verify", device)("tensor")
+    assert [arguments for _, arguments in kernels.calls] == [(7, "tensor"), ("tensor",), ("tensor",)]
+    assert asked == [device]

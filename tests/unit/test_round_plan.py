@@ -98,6 +98,17 @@ def test_refuses_what_it_cannot_do():
         plan_round(K3.replace(head_dim=64), 1, path="fused", arch="sm_90a")
 
 
+def test_the_switch_is_followed(monkeypatch):
+    monkeypatch.setenv("FLASHKDA_VERIFY_PATH", "reference")
+    assert plan_round(K3, 1, arch="sm_90a").path == "reference"
+    assert plan_round(K3, 1, path="fused", arch="sm_90a").path == "fused"
+    monkeypatch.setenv("FLASHKDA_VERIFY_PATH", "auto")
+    assert plan_round(K3, 1, arch="sm_90a").path == "fused" and plan_round(K3, 1, arch="cpu").path == "reference"
+    monkeypatch.setenv("FLASHKDA_VERIFY_PATH", "decomposed")
+    with pytest.raises(UnsupportedError, match="FLASHKDA_VERIFY_PATH is decomposed"):
+        plan_round(K3, 1, arch="sm_90a")
+
+
 def test_a_plan_survives_json_and_differs_from_a_verify():
     plan = plan_round(K3, 8, path="fused", arch="sm_90a")
     assert RoundPlan.from_json(plan.to_json()) == plan
