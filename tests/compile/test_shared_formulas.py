@@ -116,6 +116,7 @@ def test_one_launch_computes_with_what_the_three_compute_with(examiner):
     assert used["fused_verify_chunked"] == used["short_conv"] | used["record_chunked"] | used["gated_rms_norm"]
     assert used["fused_decode"] == used["fused_verify"] and used["decode_rule"] == used["record"]
     assert used["fused_round"] == used["fused_verify"]
+    assert examiner.facts(spec("fused_round")).ptx_digest != examiner.facts(spec("fused_verify")).ptx_digest
     for kind in ("fused_verify", "fused_decode", "fused_round"):
         persistent = examiner.facts(spec(kind, tile=PERSISTENT)).ir_operations.keys()
         assert persistent & (IR_ARITHMETIC | IR_APPROXIMATE) == used[kind]

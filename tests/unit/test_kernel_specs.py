@@ -79,6 +79,13 @@ def test_a_key_holds_all_the_traits(kind):
     assert dict(found.params) == {name: getattr(traits, name) for name in traits.__dataclass_fields__}
 
 
+def test_only_a_round_folds_and_only_a_persistent_tile_persists():
+    for kind, tile in itertools.product(KINDS, TILES):
+        traits = traits_of(kind, BASE, tile, ARCH)
+        assert traits.fold == (kind == "fused_round")
+        assert traits.persistent == (tile.persistent and kind in FUSED)
+
+
 def test_windows_are_rounded_up_to_a_power_of_two():
     capacities = [window_capacity(window) for window in range(1, 17)]
     assert capacities == [1, 2, 4, 4, *[8] * 4, *[16] * 8]

@@ -238,6 +238,8 @@ def test_a_persistent_tile_is_chosen_and_taken_where_it_fits(change, arch, code)
     with pytest.raises(GeometryError, match=code.replace(".", r"\.")):
         plan_verify(geometry, 128, path="fused", arch=arch, tile=persistent, strict=True)
     assert plan_verify(K3, 128, path="fused", arch="sm_90a", tile=persistent, strict=True).tile == persistent
+    with pytest.raises(GeometryError, match=r"plan\.numerics"):
+        plan_verify(K3, 128, path="fused", arch="sm_90a", tile=persistent, numerics="chunked")
 
 
 @pytest.mark.parametrize(
