@@ -19,6 +19,7 @@ from tests.inputs import Case, assert_same_bits, written
 REPLAYS = 500
 _TILES = tuple(dict.fromkeys(rule.tile for rule in ROUND_TILE_RULES))
 _SIZES = ((1, 1), (1, 40), (12, 1), (12, 3), (12, 33), (6, 130))  # heads, requests
+_SMALL_SIZES = ((1, 1), (2, 3))
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"state_dtype": "bfloat16"},
@@ -33,19 +34,22 @@ def checks(setup: Setup) -> list[Check]:
     if setup.reference:
         return []
     found = []
+    sizes = _SIZES if not setup.small else _SMALL_SIZES
     for window in (1, 2, 4, 7, 8, 16):
         for options in _OPTIONS if window in (4, 16) else _OPTIONS[:2]:
             geometry = kimi_k3(window, 1, has_num_accepted=True, **options)
-            plans = [plan for h, n in _SIZES for plan in _plans(setup, geometry.replace(heads=h), n)]
+            plans = [plan for h, n in sizes for plan in _plans(setup, geometry.replace(heads=h), n)]
             name = f"as commit and verify, T={window}, {options or 'as Kimi K3'}"
-            found.append(_check(name, partial(_equal, setup, geometry), geometry, plans))
-    geometry = kimi_k3(4, 12, has_num_accepted=True)
+            found.append(_check(name, partial(_equal, setup, geometry, sizes), geometry, plans))
+    heads, requests, replays = (12, 40, REPLAYS) if not setup.small else (2, 5, 12)
+    geometry = kimi_k3(4, heads, has_num_accepted=True)
     tiled = [plan_round(geometry, 3, path="fused", device=setup.device, tile=tile) for tile in _TILES]
     found.append(
         _check("every tile", partial(_tiles, setup, geometry), geometry, [*tiled, *_plans(setup, geometry, 3)])
     )
-    plans = _plans(setup, geometry, 40)
-    found.append(_check(f"{REPLAYS} replays, counts changed in place", partial(_replays, setup), geometry, plans))
+    plans = _plans(setup, geometry, requests)
+    run = partial(_replays, setup, geometry, requests, replays)
+    found.append(_check(f"{replays} replays, counts changed in place", run, geometry, plans))
     return found
 
 
@@ -116,13 +120,13 @@ def _compare(setup: Setup, geometry: VerifyGeometry, requests: int, seed: int, t
     assert_same_bits(written(folded), written(apart))
 
 
-def _equal(setup: Setup, geometry: VerifyGeometry) -> Detail:
-    for heads, requests in _SIZES:
+def _equal(setup: Setup, geometry: VerifyGeometry, sizes: tuple[tuple[int, int], ...]) -> Detail:
+    for heads, requests in sizes:
         try:
             _compare(setup, geometry.replace(heads=heads), requests, seed=100 * geometry.window + requests)
         except AssertionError as error:
             raise AssertionError(f"H={heads} N={requests}: {error}") from error
-    return {"sizes": [list(size) for size in _SIZES], **describe(geometry)}
+    return {"sizes": [list(size) for size in sizes], **describe(geometry)}
 
 
 def _tiles(setup: Setup, geometry: VerifyGeometry) -> Detail:
@@ -131,18 +135,17 @@ def _tiles(setup: Setup, geometry: VerifyGeometry) -> Detail:
     return {"tiles": [str(tile) for tile in _TILES]}
 
 
-def _replays(setup: Setup) -> Detail:
-    geometry = kimi_k3(4, 12, has_num_accepted=True)
-    case = _case(setup, geometry, 40, seed=11)
+def _replays(setup: Setup, geometry: VerifyGeometry, requests: int, replays: int) -> Detail:
+    case = _case(setup, geometry, requests, seed=11)
     apart, folded = _twin(case), _twin(case)
-    plan = plan_round(geometry, 40, path="fused", device=setup.device)
+    plan = plan_round(geometry, requests, path="fused", device=setup.device)
     one = setup.capture(plan.bind(**folded.tensors).run)
     two = setup.capture(_apart(setup, apart))
     counts = case["num_accepted"]  # shared by the twins
     mismatches = torch.zeros((), dtype=torch.int64, device=counts.device)
     for name in ("state", "conv_state", "corrections", "key_gate"):
         folded[name].copy_(apart[name])  # the warm-up has run both once, and states drift with each round
-    for replay in range(REPLAYS):
+    for replay in range(replays):
         counts.random_(0, geometry.window + 1)
         if replay % 50 == 0:  # states grow over hundreds of rounds of the same window
             folded["state"].normal_(0.0, 0.5)
@@ -154,4 +157,4 @@ def _replays(setup: Setup) -> Detail:
             mismatches += (found.view(torch.int16) != wanted.view(torch.int16)).any()
     if int(mismatches):
         raise AssertionError(f"{int(mismatches)} comparisons differ")
-    return {"replays": REPLAYS, "mismatches": int(mismatches)}
+    return {"replays": replays, "mismatches": int(mismatches)}

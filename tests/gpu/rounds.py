@@ -27,7 +27,7 @@ def checks(setup: Setup) -> list[Check]:
     if setup.reference:
         return []
     found = []
-    for heads in (1, 12, 96):
+    for heads in (1, 12, 96) if not setup.small else (1, 2):
         for gate in ("bounded", "softplus"):
             changes: dict[str, Any] = {"gate": gate, "lower_bound": -5.0 if gate == "bounded" else None}
             for compact in (True, False):
@@ -35,19 +35,21 @@ def checks(setup: Setup) -> list[Check]:
                 name = f"lossless, H={heads}, {gate}, {'compacted' if compact else 'counted'}"
                 found.append(_check(setup, name, partial(_lossless, setup, geometry, compact), geometry, compact))
     others: tuple[tuple[int, dict[str, Any]], ...] = ((16, {}), (8, {"alignment": 2, "conv_layout": "DS"}))
+    few = 6 if not setup.small else 1
     for window, more in others:
-        geometry = kimi_k3(window, 6, **more)
+        geometry = kimi_k3(window, few, **more)
         name = f"lossless, T={window}, {more or 'as Kimi K3'}"
         found.append(_check(setup, name, partial(_lossless, setup, geometry, True), geometry, True))
     for window, more in others:
-        geometry = kimi_k3(window, 6, **more)
+        geometry = kimi_k3(window, few, **more)
         name = f"decode in one launch and in three, {more or 'as Kimi K3'}"
         found.append(_check(setup, name, partial(_decode_parts, setup, geometry), geometry, True))
-    found.append(_check(setup, "through the bindings", partial(_bindings, setup), kimi_k3(4), True))
-    found.append(_check(setup, "commit, 2,000 replays", partial(_replays, setup), kimi_k3(4), False))
-    found.append(_check(setup, "destinations and boundaries", partial(_places, setup), kimi_k3(4, 3), True))
+    whole, few, replays, rounds = (kimi_k3(4), 3, REPLAYS, 64) if not setup.small else (kimi_k3(4, 1), 1, 30, 8)
+    found.append(_check(setup, "through the bindings", partial(_bindings, setup, whole), whole, True))
+    found.append(_check(setup, f"commit, {replays:,} replays", partial(_replays, setup, whole, replays), whole, False))
+    found.append(_check(setup, "destinations and boundaries", partial(_places, setup, few), kimi_k3(4, few), True))
     bf16 = kimi_k3(4, 2, state_dtype="bfloat16")
-    found.append(_check(setup, "bf16 state, 64 rounds", partial(_bf16, setup), bf16, True))
+    found.append(_check(setup, f"bf16 state, {rounds} rounds", partial(_bf16, setup, rounds), bf16, True))
     return found
 
 
@@ -63,7 +65,7 @@ def _check(setup: Setup, name: str, run: Any, geometry: VerifyGeometry, compact:
 
 
 def _lossless(setup: Setup, geometry: VerifyGeometry, compact: bool) -> Detail:
-    rounds = ROUNDS if geometry.window == 4 else 40
+    rounds = 12 if setup.small else ROUNDS if geometry.window == 4 else 40
     draw = random.Random(geometry.heads)
     world = World(setup, geometry, layers=2, slots=7)
     plain = world.twin()
@@ -102,7 +104,7 @@ def _lossless(setup: Setup, geometry: VerifyGeometry, compact: bool) -> Detail:
 
 def _decode_parts(setup: Setup, geometry: VerifyGeometry) -> Detail:
     differences = Differences(setup.device)
-    for requests in (1, 3, 9, 40):
+    for requests in (1, 3, 9, 40) if not setup.small else (1, 6):
         world = World(setup, geometry, layers=1, slots=requests + 2, requests=requests)
         parts = world.twin()
         slots = world.ints([n % 5 and n + 1 for n in range(requests)])  # every fifth request is null
@@ -115,9 +117,9 @@ def _decode_parts(setup: Setup, geometry: VerifyGeometry) -> Detail:
     return {"comparisons": differences.made}
 
 
-def _bindings(setup: Setup) -> Detail:
+def _bindings(setup: Setup, geometry: VerifyGeometry) -> Detail:
     """What an engine calls, captured right after it was bound, against the kernels called by hand."""
-    world, differences = World(setup, kimi_k3(4), layers=3, slots=8), Differences(setup.device)
+    world, differences = World(setup, geometry, layers=3, slots=8), Differences(setup.device)
     slots, accepted = world.ints([5, 2, 0, 6]), world.ints([4, 1, 3, 2])
     _snapshots(world, slots, world.twin())
     bound = world.twin()
@@ -126,7 +128,7 @@ def _bindings(setup: Setup) -> Detail:
     layers: Any = {name: [pool[name] for pool in bound.pools] for name in names}
     gates: Any = {name: [weights[name] for weights in bound.weights] for name in ("A_log", "dt_bias")}
     commit = commits.bind(**layers, **gates, accepted=accepted, state_indices=slots)
-    _capture(commit.run).replay()
+    _capture(setup, commit.run)()
     world.commit(accepted, slots, compact=True)
 
     inputs, starts = world.inputs(4), world.ints(range(5))
@@ -140,7 +142,7 @@ def _bindings(setup: Setup) -> Detail:
             plan = plan_decode(world.geometry, 4, path=path, device=setup.device, strict=True)
             given: Any = {**inputs[layer], **decoded.weights[layer], **tensors, "out": out}
             decode = plan.bind(**given, query_start_loc=starts, state_indices=slots)
-            _capture(decode.run).replay()
+            _capture(setup, decode.run)()
             differences.compare(out, wanted[layer])
             for name, found in tensors.items():
                 differences.compare(found, world.pools[layer][name])
@@ -148,11 +150,14 @@ def _bindings(setup: Setup) -> Detail:
     return {"comparisons": differences.made, "commit": commits.path}
 
 
-def _capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def _capture(setup: Setup, run: Callable[[], None]) -> Callable[[], None]:
+    """As setup.capture, but what is captured has not run before."""
+    if not setup.cuda:
+        return run
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph
+    return graph.replay
 
 
 def _widened(setup: Setup, world: World) -> World:
@@ -177,8 +182,8 @@ def _snapshots(world: World, slots: Tensor, plain: World) -> list[World]:
     return worlds
 
 
-def _replays(setup: Setup) -> Detail:
-    world = World(setup, kimi_k3(4), layers=3, slots=8)
+def _replays(setup: Setup, geometry: VerifyGeometry, replays: int) -> Detail:
+    world = World(setup, geometry, layers=3, slots=8)
     requests = world.ints([5, 2, 0, 6])  # the third is null
     for pool in world.pools:
         for slot in (0, 1, 3, 4, 7):
@@ -188,7 +193,7 @@ def _replays(setup: Setup) -> Detail:
     begin = [pool["state"].clone() for pool in world.pools]
     wanted = [torch.stack([w.pools[layer]["state"] for w in worlds]) for layer in range(world.layers)]
     mismatches = torch.zeros((), dtype=torch.int64, device=setup.device)
-    counts = torch.randint(0, 5, (REPLAYS, 4), generator=torch.Generator().manual_seed(0)).to(requests)
+    counts = torch.randint(0, 5, (replays, 4), generator=torch.Generator().manual_seed(0)).to(requests)
 
     def step() -> None:
         for pool, start in zip(world.pools, begin, strict=True):
@@ -198,7 +203,7 @@ def _replays(setup: Setup) -> Detail:
     replay = setup.capture(step)
     by_slot = torch.zeros(world.slots, dtype=torch.int64, device=setup.device)
     every = torch.arange(world.slots, device=setup.device)
-    for turn in range(REPLAYS):
+    for turn in range(replays):
         accepted.copy_(counts[turn])
         replay()
         by_slot.zero_()
@@ -207,14 +212,14 @@ def _replays(setup: Setup) -> Detail:
         for pool, expected in zip(world.pools, wanted, strict=True):
             found = pool["state"].view(torch.int32)
             mismatches += (found != expected[by_slot, every].view(torch.int32)).any()
-    require(int(mismatches) == 0, f"{int(mismatches)} of {REPLAYS} replays differ from decoding")
-    return {"replays": REPLAYS, "mismatches": int(mismatches)}
+    require(int(mismatches) == 0, f"{int(mismatches)} of {replays} replays differ from decoding")
+    return {"replays": replays, "mismatches": int(mismatches)}
 
 
-def _places(setup: Setup) -> Detail:
+def _places(setup: Setup, heads: int) -> Detail:
     differences = Differences(setup.device)
     for window, dtype in ((4, "float32"), (8, "float32"), (4, "bfloat16")):
-        world = World(setup, kimi_k3(window, 3, state_dtype=dtype), layers=2, slots=16)
+        world = World(setup, kimi_k3(window, heads, state_dtype=dtype), layers=2, slots=16)
         slots = world.ints([1, 2, 3])
         # A bf16 state is folded in fp32 and rounded once: what decoding the widened state gives, rounded.
         worlds = _snapshots(world, slots, _widened(setup, world))
@@ -249,14 +254,14 @@ def _places(setup: Setup) -> Detail:
     return {"comparisons": differences.made}
 
 
-def _bf16(setup: Setup) -> Detail:
+def _bf16(setup: Setup, rounds: int) -> Detail:
     """Both ways against the same rounds on an fp32 state (whose own error is thousands of times smaller)."""
     geometry = kimi_k3(4, 2, state_dtype="bfloat16")
     world = World(setup, geometry, layers=1, slots=4)
     exact = _widened(setup, world)
     plain, slots = world.twin(), world.ints([1, 2, 3])
     starts, worst = world.ints([0, 4, 8, 12]), {"commit": 0.0, "decode": 0.0}
-    for _ in range(64):
+    for _ in range(rounds):
         inputs = world.inputs(12)
         world.verify(inputs, starts, slots, torch.ones_like(slots))
         world.commit(world.ints([4, 4, 4]), slots, compact=True)
@@ -268,4 +273,4 @@ def _bf16(setup: Setup) -> Detail:
             error = (found.pools[0]["state"][1:].float() - right).norm() / right.norm()
             worst[name] = max(worst[name], float(error))
     require(worst["commit"] <= 1.1 * worst["decode"], f"relative errors: {worst}")
-    return {"rounds": 64, **{f"worst_{name}": value for name, value in worst.items()}}
+    return {"rounds": rounds, **{f"worst_{name}": value for name, value in worst.items()}}

@@ -53,13 +53,19 @@ class Setup:
     """Where the checks run. "whole" is the fused path and "parts" the three launches.
 
     reference: the torch reference stands in for the kernels: its `verify` as the whole, its bindings of the parts as
-    the parts. small: few and small cases, to try the checks themselves. numerics: of every plan.
+    the parts. On a CPU device without it the kernels run on the simulator (tests.simulator). small: few and small
+    cases, to try the checks themselves. numerics: of every plan.
     """
 
     device: str = "cuda"
     reference: bool = False
     small: bool = False
     numerics: str = "exact"
+
+    @property
+    def current(self) -> torch.device:
+        """The device, with its number where it has one."""
+        return torch.device(self.device, torch.cuda.current_device()) if self.cuda else torch.device(self.device)
 
     @property
     def cuda(self) -> bool:
@@ -117,9 +123,16 @@ class Setup:
 
         return run
 
+    def share(self, tensors: dict[str, Tensor]) -> None:
+        """Tensors that kernels find by their addresses: the simulator has to be told of them."""
+        if not self.cuda and not self.reference:
+            from tests.simulator import device
+
+            device.share(tensors)
+
     def capture(self, run: Callable[[], Any]) -> Callable[[], None]:
-        """`run` as a CUDA graph's replay (it has run once by then). The reference has no graph: `run` itself."""
-        if self.reference:
+        """`run` as a CUDA graph's replay (it has run once by then). A CPU has no graph: `run` itself."""
+        if not self.cuda:
             return run
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

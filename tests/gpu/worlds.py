@@ -40,12 +40,13 @@ class World:
     def __init__(
         self, setup: Setup, geometry: VerifyGeometry, *, layers: int, slots: int, seed: int = 0, requests: int = 4
     ) -> None:
+        self._share = setup.share
         self.geometry, self.layers, self.slots, self.device = geometry, layers, slots, setup.device
         plan = plan_verify(geometry, requests, path="fused", device=setup.device, strict=True)
         assert plan.tile is not None
         self.arch = plan.arch
-        self._plan, device = plan, torch.device(setup.device, torch.cuda.current_device())
-        self._verify, self._decode = load(plan, "fused_verify", device), load(plan, "fused_decode", device)
+        self._plan, self._current = plan, setup.current
+        self._verify, self._decode = (load(plan, kind, setup.current) for kind in ("fused_verify", "fused_decode"))
         self._draw = torch.Generator(setup.device).manual_seed(seed)
         self._table: tuple[object, Tensor] | None = None
         heads, window = geometry.heads, geometry.window
@@ -135,8 +136,9 @@ class World:
 
     def decode_in_parts(self, inputs: list[dict[str, Tensor]], starts: Tensor, slots: Tensor) -> list[Tensor]:
         """`decode` in three launches."""
-        device = torch.device(self.device, torch.cuda.current_device())
-        conv, rule, norm = (load(self._plan, kind, device) for kind in ("short_conv", "decode_rule", "gated_rms_norm"))
+        conv, rule, norm = (
+            load(self._plan, kind, self._current) for kind in ("short_conv", "decode_rule", "gated_rms_norm")
+        )
         counted = torch.ones_like(slots) if self.geometry.has_num_accepted else None
         outs = []
         for layer, given in enumerate(inputs):
@@ -172,6 +174,7 @@ class World:
         if self._table is None or self._table[0] is not self.pools:
             names = ("state", "corrections", "key_gate", "conv_state", "A_log", "dt_bias")
             layers = [{**pool, **weights} for pool, weights in zip(self.pools, self.weights, strict=True)]
+            self._share({f"{name}[{i}]": layer[name] for i, layer in enumerate(layers) for name in names})
             addresses = [[layer[name].data_ptr() for layer in layers] for name in names]
             self._table = self.pools, torch.tensor(addresses, dtype=torch.int64, device=self.device)
         return self._table[1]
